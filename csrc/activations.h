@@ -1,0 +1,145 @@
+// The family: what each activation computes, written once for every dtype, device and body.
+//
+// A piecewise-linear activation has two pieces and a rule that tells which one an element lies on:
+//
+//     y = inside(x) ? linear(x) : saturated(x),    dy/dx = inside(x) ? slopes().inside : slopes().outside
+//
+// The kernels evaluate a struct on float or double; the composite body evaluates the same struct on at::Tensor, which is why
+// its members are templates and speak of conditions with `|`, `&` and `negation` only. Nothing here knows of ATen.
+//
+// Each formula follows PyTorch's CUDA op to the last bit, and its CPU op where the two differ.
+#pragma once
+
+#include <type_traits>
+
+#if defined(__CUDACC__)
+#define FASTACT_HOST_DEVICE __host__ __device__
+#else
+#define FASTACT_HOST_DEVICE
+#endif
+
+namespace fastact {
+
+// PyTorch computes half types in float, the others in themselves.
+template <class scalar_t>
+using opmath_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+
+struct Slopes {
+  double inside, outside;
+};
+
+// `|` and `&` of two bool are an int.
+template <class Condition>
+FASTACT_HOST_DEVICE auto negation(const Condition& condition) {
+  if constexpr (std::is_integral_v<Condition>) {
+    return !condition;
+  } else {
+    return ~condition;
+  }
+}
+
+// NaN passes. PyTorch's CUDA op is made of fmax and fmin, which take +0 for the greater zero; its CPU op compares, and so
+// returns the -0 that meets a bound of +0.
+template <class T, class = std::enable_if_t<std::is_floating_point_v<T>>>
+FASTACT_HOST_DEVICE T clamp(T x, T low, T high) {
+#if defined(__CUDA_ARCH__)
+  return x != x ? x : fmin(fmax(x, low), high);
+#else
+  const T raised = x < low ? low : x;
+  return high < raised ? high : raised;
+#endif
+}
+
+template <class scalar_t>
+struct Hardtanh {
+  opmath_t<scalar_t> min_val, max_val;
+
+  Hardtanh(double min_val, double max_val)
+      : min_val(static_cast<opmath_t<scalar_t>>(min_val)), max_val(static_cast<opmath_t<scalar_t>>(max_val)) {}
+
+  static constexpr const char* requirement = "min_val <= max_val";
+  static bool accepts(double min_val, double max_val) { return !(min_val > max_val); }
+
+  Slopes slopes() const { return {1, 0}; }
+
+  // NaN is inside.
+  template <class X>
+  FASTACT_HOST_DEVICE auto inside(const X& x) const {
+    return negation((x <= min_val) | (x >= max_val));
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X linear(const X& x) const {
+    return x;
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+    return clamp(x, min_val, max_val);
+  }
+};
+
+template <class scalar_t>
+struct Hardsigmoid {
+  using T = opmath_t<scalar_t>;
+
+  static constexpr const char* requirement = "";
+  static bool accepts() { return true; }
+
+  // One sixth rounded to float, in float64 too: PyTorch's kernels write 1.0f / 6.0f.
+  Slopes slopes() const { return {1.0f / 6.0f, 0}; }
+
+  // NaN is outside.
+  template <class X>
+  FASTACT_HOST_DEVICE auto inside(const X& x) const {
+    return (x > T(-3)) & (x < T(3));
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X linear(const X& x) const {
+    return sixth(x + T(3));
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+    return sixth(clamp(x + T(3), T(0), T(6)));
+  }
+
+ private:
+  // PyTorch's CUDA op multiplies by the rounded reciprocal, its CPU op divides.
+  template <class X>
+  FASTACT_HOST_DEVICE static X sixth(const X& x) {
+#if defined(__CUDA_ARCH__)
+    return x * T(1.0f / 6.0f);
+#else
+    return x / T(6);
+#endif
+  }
+};
+
+// The form of ONNX's HardSigmoid and of Keras 2: max(0, min(1, alpha * x + beta)).
+template <class scalar_t>
+struct HardsigmoidAffine {
+  using T = opmath_t<scalar_t>;
+  T alpha, beta;
+
+  HardsigmoidAffine(double alpha, double beta) : alpha(static_cast<T>(alpha)), beta(static_cast<T>(beta)) {}
+
+  static constexpr const char* requirement = "a number other than 0 for alpha and a number for beta";
+  static bool accepts(double alpha, double beta) { return (alpha < 0 || alpha > 0) && beta == beta; }
+
+  Slopes slopes() const { return {alpha, 0}; }
+
+  // NaN is outside.
+  template <class X>
+  FASTACT_HOST_DEVICE auto inside(const X& x) const {
+    const X y = linear(x);
+    return (y > T(0)) & (y < T(1));
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X linear(const X& x) const {
+    return x * alpha + beta;
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+    return clamp(linear(x), T(0), T(1));
+  }
+};
+
+}  // namespace fastact

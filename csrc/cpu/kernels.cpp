@@ -1,0 +1,130 @@
+// The CPU's kernels: plain loops, vectorised by the compiler for each instruction set and chosen when the library is loaded.
+#include "../kernels.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../mask.h"
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define FASTACT_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FASTACT_CLONES
+#endif
+
+// Each loop touches one element a turn, so it may be vectorised even where input and output are the same memory.
+#if defined(__clang__)
+#define FASTACT_VECTORIZE _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define FASTACT_VECTORIZE _Pragma("GCC ivdep")
+#else
+#define FASTACT_VECTORIZE
+#endif
+
+namespace fastact::cpu {
+namespace {
+
+// Eight bytes, each 0 or 1, to eight bits and back: the multiplication moves every byte's bit to its own place at once.
+constexpr uint64_t kGather = 0x0102040810204080;
+constexpr uint64_t kSpread = 0x0101010101010101;
+constexpr uint64_t kEachBit = 0x8040201008040201;
+
+inline uint8_t pack(const uint8_t* flags) {
+  uint64_t bytes;
+  std::memcpy(&bytes, flags, sizeof(bytes));
+  return static_cast<uint8_t>((bytes * kGather) >> 56);
+}
+
+inline void unpack(uint8_t byte, uint8_t* flags) {
+  // A byte of kEachBit is non-zero where its bit is set; adding 0x7f carries that into the byte's top bit.
+  const uint64_t set = (byte * kSpread) & kEachBit;
+  const uint64_t bytes = (((set & 0x7f7f7f7f7f7f7f7f) + 0x7f7f7f7f7f7f7f7f) | set) >> 7 & kSpread;
+  std::memcpy(flags, &bytes, sizeof(bytes));
+}
+
+// y = flags ? x : +0. A half type's elements are the integers it wraps: moving them needs no conversion.
+template <class scalar_t>
+inline void keep(const scalar_t* x, const uint8_t* flags, scalar_t* y, int64_t n) {
+  if constexpr (std::is_floating_point_v<scalar_t>) {
+    FASTACT_VECTORIZE
+    for (int64_t i = 0; i < n; ++i) {
+      y[i] = flags[i] ? x[i] : 0;
+    }
+  } else {
+    const auto* from = &x->x;
+    auto* to = &y->x;
+    FASTACT_VECTORIZE
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = flags[i] ? from[i] : 0;
+    }
+  }
+}
+
+}  // namespace
+
+template <class F, class scalar_t>
+FASTACT_CLONES void forward(F f, const scalar_t* x, scalar_t* y, uint8_t* mask, int64_t n) {
+  using T = opmath_t<scalar_t>;
+  if (mask == nullptr) {
+    FASTACT_VECTORIZE
+    for (int64_t i = 0; i < n; ++i) {
+      y[i] = static_cast<scalar_t>(value(f, static_cast<T>(x[i])));
+    }
+    return;
+  }
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t count = std::min(kBlock, n - begin);
+    uint8_t flags[kBlock];
+    FASTACT_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) {
+      const T element = static_cast<T>(x[begin + i]);
+      y[begin + i] = static_cast<scalar_t>(value(f, element));
+      flags[i] = f.inside(element);
+    }
+    for (int64_t i = count; i % kMaskBits != 0; ++i) {
+      flags[i] = 0;  // the padding of the last byte
+    }
+    for (int64_t i = 0; i < count; i += kMaskBits) {
+      mask[(begin + i) / kMaskBits] = pack(flags + i);
+    }
+  }
+}
+
+template <class scalar_t>
+FASTACT_CLONES void masked_scale(
+    const scalar_t* grad, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside, int64_t n) {
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t count = std::min(kBlock, n - begin);
+    uint8_t flags[kBlock];
+    for (int64_t i = 0; i < count; i += kMaskBits) {
+      unpack(mask[(begin + i) / kMaskBits], flags + i);
+    }
+    if (inside == 1 && outside == 0) {
+      keep(grad + begin, flags, y + begin, count);
+      continue;
+    }
+    FASTACT_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) {
+      y[begin + i] = scale(grad[begin + i], flags[i] ? inside : outside);
+    }
+  }
+}
+
+#define INSTANTIATE_FORWARD(F, scalar_t) \
+  template void forward<F<scalar_t>, scalar_t>(F<scalar_t>, const scalar_t*, scalar_t*, uint8_t*, int64_t);
+#define ACTIVATION(op, overload, F, parameters, pytorch) \
+  INSTANTIATE_FORWARD(F, double)                         \
+  INSTANTIATE_FORWARD(F, float)                          \
+  INSTANTIATE_FORWARD(F, c10::Half)                      \
+  INSTANTIATE_FORWARD(F, c10::BFloat16)
+#include "../family.def"
+
+#define INSTANTIATE_MASKED_SCALE(scalar_t) \
+  template void masked_scale<scalar_t>(    \
+      const scalar_t*, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t);
+INSTANTIATE_MASKED_SCALE(double)
+INSTANTIATE_MASKED_SCALE(float)
+INSTANTIATE_MASKED_SCALE(c10::Half)
+INSTANTIATE_MASKED_SCALE(c10::BFloat16)
+
+}  // namespace fastact::cpu

@@ -1,0 +1,17 @@
+// The mask's layout: bit i % 8, least significant first, of byte i / 8 tells whether element i of the output, counted in memory
+// order, is inside the linear piece. Bits past the last element are 0. Only this header and its users in the kernels know it.
+#pragma once
+
+#include <cstdint>
+
+namespace fastact {
+
+constexpr int kMaskBits = 8;
+
+// A template, because the number of elements may be symbolic while PyTorch traces.
+template <class Int>
+Int mask_bytes(const Int& numel) {
+  return (numel + (kMaskBits - 1)) / kMaskBits;
+}
+
+}  // namespace fastact
