@@ -1,0 +1,16 @@
+// The derivative of every op of the family, and of itself: grad times one of two slopes, chosen by the saved bit.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "../activations.h"
+
+namespace fastact {
+
+// Whether anybody wants a derivative with respect to `self`, in reverse or in forward mode.
+bool needs_derivative(const at::Tensor& self);
+
+// Makes `output`, of which `mask` tells what was inside, a differentiable function of `self`.
+void record(const at::Tensor& self, const at::Tensor& output, const at::Tensor& mask, Slopes slopes);
+
+}  // namespace fastact
