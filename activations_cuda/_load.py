@@ -1,0 +1,49 @@
+"""Loads the compiled library, which registers the ops, after making sure that it was built for this torch."""
+
+from importlib.metadata import version as _version
+
+import torch
+
+from activations_cuda import _build
+
+version = _version("activations-cuda")
+
+MEND = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps activations-cuda"
+
+
+def _describe(torch_version, cuda):
+    return f"torch {torch_version} ({f'CUDA {cuda}' if cuda else 'CPU'})"
+
+
+def check_torch(running_torch, running_cuda):
+    """Raise ImportError unless a library built for this torch minor version and CUDA major version serves the running one."""
+    same_torch = running_torch.split(".")[:2] == _build.torch.split(".")[:2]
+    same_cuda = _build.cuda is None or (running_cuda or "").split(".")[0] == _build.cuda.split(".")[0]
+    if not (same_torch and same_cuda):
+        raise ImportError(
+            f"activations_cuda {version} was built for {_describe(_build.torch, _build.cuda)}, but "
+            f"{_describe(running_torch, running_cuda)} is installed. Build it for this torch: {MEND}"
+        )
+
+
+check_torch(torch.__version__, torch.version.cuda)
+
+from activations_cuda import _C  # noqa: E402
+
+
+def build_info():
+    """How the installed package was built.
+
+    Returns:
+        dict: ``version`` of this package; ``torch`` version it was compiled against; ``cuda`` version of that torch and
+        ``cuda_toolkit`` that compiled the kernels (both None in a CPU build); ``archs``, the GPU architectures it holds code
+        for, as in TORCH_CUDA_ARCH_LIST; ``compiler`` of the host code.
+    """
+    return {
+        "version": version,
+        "torch": _build.torch,
+        "cuda": _build.cuda,
+        "cuda_toolkit": _C.cuda_toolkit,
+        "archs": list(_build.archs),
+        "compiler": _C.compiler,
+    }

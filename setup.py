@@ -1,0 +1,103 @@
+"""Builds the extension for the torch that is installed, with CUDA where that torch and this machine have it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+try:
+    import torch
+except ImportError:
+    sys.exit(
+        "activations-cuda compiles against the torch that will run it, and none is installed here.\n"
+        "Install torch first, then: pip install --no-build-isolation activations-cuda"
+    )
+
+
+def flag(name):
+    return os.environ.get(name, "0").lower() not in ("", "0", "off", "false", "no")
+
+
+def find_toolkit():
+    """The CUDA toolkit's root, or None. A toolkit counts when both its compiler and its headers are there."""
+    nvcc = shutil.which("nvcc")
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    if nvcc:
+        # The nvcc on PATH may be a wrapper that stands elsewhere; its dry run tells the toolkit's real place.
+        run = subprocess.run([nvcc, "-dryrun", "none.cu"], capture_output=True, text=True)
+        candidates += re.findall(r"^#\$ TOP=(.+)$", run.stderr, re.MULTILINE)
+    candidates += ["/usr/local/cuda"]
+    for candidate in candidates:
+        root = Path(candidate).resolve() if candidate else None
+        if root and (root / "bin/nvcc").exists() and (root / "include/cuda_runtime.h").exists():
+            return root
+    return None
+
+
+def why_not_cuda(toolkit):
+    if flag("FORCE_CPU"):
+        return "FORCE_CPU is set"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build"
+    if toolkit is None:
+        return "no CUDA toolkit (nvcc and its headers) was found; set CUDA_HOME"
+    return None
+
+
+def supported_archs():
+    """The architectures that the installed torch was built for, as TORCH_CUDA_ARCH_LIST has them, with PTX for the newest."""
+    names = re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags())
+    archs = sorted({(int(name[:-1]), int(name[-1])) for name in names})
+    return ";".join(f"{major}.{minor}" for major, minor in archs) + "+PTX"
+
+
+toolkit = find_toolkit()
+reason = why_not_cuda(toolkit)
+if reason and flag("FORCE_CUDA"):
+    sys.exit(f"activations-cuda: FORCE_CUDA is set, but {reason}")
+if reason:
+    print(f"activations-cuda: building for the CPU only: {reason}")
+else:
+    os.environ["CUDA_HOME"] = str(toolkit)  # read when torch.utils.cpp_extension is imported
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", supported_archs())
+
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
+
+
+class BuildWithRecord(BuildExtension):
+    """Leaves beside the extension what it was built for, which Python must know before it loads the extension."""
+
+    def run(self):
+        super().run()
+        record = Path(self.get_ext_fullpath("activations_cuda._build")).with_name("_build.py")
+        record.write_text(
+            "# Written by setup.py.\n"
+            f"torch = {torch.__version__.split('+')[0]!r}\n"
+            f"cuda = {None if reason else torch.version.cuda!r}\n"
+            f"archs = {[] if reason else os.environ['TORCH_CUDA_ARCH_LIST'].replace(' ', ';').split(';')!r}\n"
+        )
+
+
+# -ffp-contract=off, -fmad=false: the formulas mean what they say, alpha * x + beta has two roundings on every machine.
+# -fno-trapping-math: without it the compiler vectorises no conversion from half.
+# -fopenmp: at::parallel_for, a template, is serial without it. It is not given to the linker, so that the calls meet the OpenMP
+# library that torch has loaded, with torch's threads, and not a second one.
+cxx = ["-O3", "-g0", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-fvisibility=hidden"]
+nvcc = ["-O3", "-fmad=false", "--ptxas-options=-v,--warn-on-spills"]
+sources = ["csrc/binding/ops.cpp", "csrc/binding/autograd.cpp", "csrc/binding/module.cpp", "csrc/cpu/kernels.cpp"]
+
+if reason:
+    extension = CppExtension("activations_cuda._C", sources, extra_compile_args={"cxx": cxx})
+else:
+    extension = CUDAExtension(
+        "activations_cuda._C",
+        [*sources, "csrc/cuda/kernels.cu"],
+        define_macros=[("FASTACT_CUDA", None)],
+        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+    )
+
+setup(ext_modules=[extension], cmdclass={"build_ext": BuildWithRecord})
