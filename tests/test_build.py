@@ -1,0 +1,115 @@
+"""How the package is built, installed and loaded."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import activations_cuda
+from activations_cuda import _build, _load
+
+ROOT = Path(__file__).parents[1]
+FROM_SOURCE = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
+
+
+def run(*command, cwd=ROOT, **environment):
+    return subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def test_build_info():
+    info = activations_cuda.build_info()
+    assert info["version"] == activations_cuda.__version__
+    assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert info["compiler"].split()[0] in ("gcc", "clang")
+    if info["cuda"] is None:
+        assert info["cuda_toolkit"] is None
+        assert info["archs"] == []
+    else:
+        assert info["cuda_toolkit"].split(".")[0] == info["cuda"].split(".")[0]
+        assert info["archs"]
+
+
+@pytest.mark.parametrize(
+    "built, running",
+    [
+        (("2.11.0", None), ("2.13.0+cpu", None)),
+        (("2.11.0", "13.0"), ("2.11.0+cpu", None)),
+        (("2.11.0", "13.0"), ("2.11.0+cu126", "12.6")),
+    ],
+)
+def test_another_torch_is_refused(monkeypatch, built, running):
+    monkeypatch.setattr(_build, "torch", built[0])
+    monkeypatch.setattr(_build, "cuda", built[1])
+    with pytest.raises(ImportError) as raised:
+        _load.check_torch(*running)
+    message = str(raised.value)
+    assert f"built for torch {built[0]}" in message
+    assert f"torch {running[0]}" in message
+    assert "pip install --no-build-isolation" in message
+
+
+@pytest.mark.parametrize(
+    "built, running", [(("2.11.0", None), ("2.11.1+cu130", "13.0")), (("2.11.0", "13.0"), ("2.11.2", "13.1"))]
+)
+def test_another_patch_release_is_served(monkeypatch, built, running):
+    monkeypatch.setattr(_build, "torch", built[0])
+    monkeypatch.setattr(_build, "cuda", built[1])
+    _load.check_torch(*running)
+
+
+def test_import_under_another_torch():
+    result = run(sys.executable, "-c", "import torch; torch.__version__ = '1.13.1'; import activations_cuda", cwd=Path.home())
+    assert result.returncode != 0
+    assert "ImportError: activations_cuda" in result.stderr
+    assert f"built for torch {_build.torch}" in result.stderr
+    assert "torch 1.13.1" in result.stderr
+
+
+@FROM_SOURCE
+def test_force_cuda_makes_what_is_missing_an_error():
+    result = run(sys.executable, "setup.py", "--name", FORCE_CUDA="1", FORCE_CPU="1")
+    assert result.returncode != 0
+    assert "FORCE_CUDA is set, but FORCE_CPU is set" in result.stderr
+    if torch.version.cuda is None:
+        result = run(sys.executable, "setup.py", "--name", FORCE_CUDA="1")
+        assert result.returncode != 0
+        assert f"FORCE_CUDA is set, but torch {torch.__version__} is a CPU build" in result.stderr
+
+
+@FROM_SOURCE
+def test_force_cpu_says_so_in_one_line():
+    result = run(sys.executable, "setup.py", "--name", FORCE_CPU="1")
+    assert result.returncode == 0
+    assert "activations-cuda: building for the CPU only: FORCE_CPU is set\n" in result.stdout
+
+
+@FROM_SOURCE
+def test_sdist_builds_a_wheel_that_works(tmp_path):
+    """From the sdist alone to an installed wheel, without CUDA to be quick."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    result = run(sys.executable, "-c", f"import setuptools.build_meta as b; b.build_sdist({str(tmp_path)!r})", FORCE_CPU="1")
+    assert result.returncode == 0, result.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
+    assert {"csrc/family.def", "csrc/cuda/kernels.cu", "tests/family.py", "README.md", "LICENSE", "CHANGELOG.md"} <= names
+
+    wheel_options = ("--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path))
+    result = run(*pip, "wheel", *wheel_options, str(sdist), cwd=tmp_path, FORCE_CPU="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert sysconfig.get_platform().split("-")[0] in wheel.name
+
+    site = tmp_path / "site"
+    assert run(*pip, "install", "--no-deps", "--target", str(site), str(wheel)).returncode == 0
+    program = (
+        "import activations_cuda as a, torch; print(a.__file__, a.hardtanh(torch.tensor([2.0])).item(), a.build_info()['cuda'])"
+    )
+    result = run(sys.executable, "-X", "faulthandler", "-c", program, cwd=tmp_path, PYTHONPATH=str(site))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(site / "activations_cuda" / "__init__.py"), "1.0"]

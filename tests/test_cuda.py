@@ -1,0 +1,69 @@
+"""What only a GPU can show: streams, devices and sizes past 32-bit indices."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import requires_cuda
+from family import FAMILY, assert_same_values, sample
+
+pytestmark = requires_cuda
+ops = torch.ops.fastact
+
+
+def test_runs_on_the_current_stream():
+    """A kernel on another stream would not wait for the sleep, and would read zeros."""
+    x = torch.zeros(1 << 20, device="cuda", requires_grad=True)
+    value = torch.full_like(x, 0.5)
+    grad = torch.zeros_like(x)
+    ops.hardtanh(x).backward(grad)  # loads the kernels, so that nothing synchronises below
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        with torch.no_grad():
+            x.copy_(value)
+            grad.fill_(2.0)
+        y = ops.hardtanh(x)
+        (gradient,) = torch.autograd.grad(y, x, grad)
+        assert not stream.query()
+    stream.synchronize()
+    assert torch.equal(y, value)
+    assert torch.equal(gradient, torch.full_like(x, 2.0))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_the_tensors_device():
+    x = torch.randn(1000, device="cuda:1", requires_grad=True)
+    with torch.cuda.device(0):
+        y = ops.hardtanh(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert y.device == gradient.device == x.device
+    assert torch.equal(y, F.hardtanh(x))
+
+
+def test_mask_on_another_device():
+    with pytest.raises(RuntimeError, match="masked_scale: expected the mask on grad's device, cuda:0, got cpu"):
+        ops.masked_scale(torch.randn(9, device="cuda"), torch.zeros(2, dtype=torch.uint8), 1.0, 0.0)
+
+
+@pytest.mark.parametrize("row", [FAMILY[0], FAMILY[5]], ids=str)
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31 + 9, 2**32 + 5])
+def test_more_elements_than_32_bits_count(row, numel):
+    """The ends and the surroundings of every 32-bit border; what lies between is compared in place."""
+    needed = 8 * 2 * numel
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory")
+    x = torch.randn(numel, device="cuda", dtype=torch.bfloat16).mul_(3)
+    grad = torch.randn(numel, device="cuda", dtype=torch.bfloat16)
+    x[-100:] = sample(row, 100, torch.bfloat16, "cuda")
+
+    def step(function):
+        leaf = x.detach().requires_grad_()
+        y = function(leaf)
+        return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
+
+    for actual, expected in zip(step(row), step(row.reference), strict=True):
+        for chunk in zip(actual.split(2**28), expected.split(2**28), strict=True):
+            assert_same_values(*chunk)
+    del actual, expected, chunk
+    torch.cuda.empty_cache()

@@ -1,0 +1,97 @@
+"""What bad input raises: PyTorch's own exception type where it has one, the op's name, what was expected and what came."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from family import FAMILY
+
+import activations_cuda
+
+ops = torch.ops.fastact
+
+
+def test_min_above_max(device):
+    x = torch.randn(3, device=device)
+    with pytest.raises(ValueError, match="hardtanh: expected min_val <= max_val, got 2 and -1"):
+        activations_cuda.hardtanh(x, 2.0, -1.0)
+    with pytest.raises(ValueError):
+        F.hardtanh(x, 2.0, -1.0)
+    with pytest.raises(ValueError, match="hardtanh: expected min_val <= max_val"):
+        ops.hardtanh_with_mask(x, 2.0, -1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("row", FAMILY, ids=str)
+def test_dtypes_without_order(row, dtype, device):
+    x = torch.zeros(3, dtype=dtype, device=device)
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with (
+            mode(),
+            pytest.raises(NotImplementedError, match=r"hard\w+: expected a tensor of real numbers, got \w+"),
+        ):
+            row(x)
+    if row.op._overloadname == "default":  # PyTorch has this op
+        with pytest.raises(RuntimeError):  # of which NotImplementedError is a kind
+            row.reference(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn], ids=str)
+def test_hardsigmoid_of_other_dtypes_raises_what_pytorch_raises(dtype, device):
+    x = torch.zeros(3, device=device).to(dtype)
+    with pytest.raises(NotImplementedError) as expected:
+        F.hardsigmoid(x)
+    with pytest.raises(NotImplementedError) as raised:
+        activations_cuda.hardsigmoid(x)
+    assert str(raised.value) == str(expected.value)
+    with pytest.raises(NotImplementedError, match=r"hardsigmoid: expected a floating-point tensor, got \w+"):
+        activations_cuda.hardsigmoid(x, 0.2, 0.5)
+    with pytest.raises(NotImplementedError, match="hardsigmoid_with_mask: expected a float64, float32, float16 or bfloat16"):
+        ops.hardsigmoid_with_mask(x)
+
+
+@pytest.mark.parametrize("alpha, beta", [(0.0, 0.5), (float("nan"), 0.5), (0.2, float("nan"))])
+def test_affine_parameters(alpha, beta, device):
+    with pytest.raises(ValueError, match="hardsigmoid: expected a number other than 0 for alpha and a number for beta, got"):
+        activations_cuda.hardsigmoid(torch.randn(3, device=device), alpha, beta)
+
+
+@pytest.mark.parametrize("parameters", [{"alpha": 0.2}, {"beta": 0.5}])
+def test_half_of_the_affine_parameters(parameters):
+    with pytest.raises(ValueError, match="hardsigmoid: expected both alpha and beta or neither, got alpha="):
+        activations_cuda.hardsigmoid(torch.randn(3), **parameters)
+
+
+def test_nan_bounds_have_no_mask(device):
+    with pytest.raises(ValueError, match="hardtanh_with_mask: expected numbers, got nan and 1"):
+        ops.hardtanh_with_mask(torch.randn(3, device=device), float("nan"), 1.0)
+
+
+@pytest.mark.parametrize(
+    "mask, message",
+    [
+        (torch.zeros(2, dtype=torch.int8), "expected a mask of dtype uint8, got Char"),
+        (torch.zeros(1, dtype=torch.uint8), r"expected a contiguous mask of 2 bytes for 9 elements, got shape \[1\]"),
+        (torch.zeros(3, dtype=torch.uint8), r"expected a contiguous mask of 2 bytes for 9 elements, got shape \[3\]"),
+        (torch.zeros(1, 2, dtype=torch.uint8), r"expected a contiguous mask of 2 bytes for 9 elements, got shape \[1, 2\]"),
+        (torch.zeros(4, dtype=torch.uint8)[::2], r"expected a contiguous mask of 2 bytes.* strides \[2\]"),
+        (torch.zeros(1, dtype=torch.uint8).expand(2), r"expected a contiguous mask of 2 bytes.* strides \[0\]"),
+    ],
+)
+def test_masks_are_not_trusted(mask, message, device):
+    grad = torch.randn(9, device=device)
+    strided = torch.zeros(4, dtype=mask.dtype, device=device).as_strided(mask.shape, mask.stride())
+    with pytest.raises(RuntimeError, match="masked_scale: " + message):
+        ops.masked_scale(grad, strided, 1.0, 0.0)
+
+
+def test_mask_on_another_device():
+    grad = torch.randn(9)
+    with pytest.raises(RuntimeError, match="masked_scale: expected the mask on grad's device, cpu, got meta"):
+        ops.masked_scale(grad, torch.zeros(2, dtype=torch.uint8, device="meta"), 1.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64], ids=str)
+def test_masked_scale_of_other_dtypes(dtype, device):
+    mask = torch.zeros(1, dtype=torch.uint8, device=device)
+    with pytest.raises(NotImplementedError, match="masked_scale: expected grad to be float64, float32, float16 or bfloat16"):
+        ops.masked_scale(torch.zeros(3, dtype=dtype, device=device), mask, 1.0, 0.0)
