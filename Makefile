@@ -1,0 +1,28 @@
+# Each target does all its own set-up in a virtual environment. It uses the torch that $(PYTHON) has, or installs $(TORCH).
+PYTHON ?= python3
+TORCH ?= torch
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: demo test lint build clean
+
+demo: build
+	$(BIN)/python -m activations_cuda
+
+test: build
+	$(BIN)/python -m pytest
+
+lint: $(BIN)/python
+	$(BIN)/python -m pip install --quiet pre-commit
+	$(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+build: $(BIN)/python
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "setuptools>=77,<82" wheel ninja
+	$(BIN)/python -m pip install --verbose --no-build-isolation --editable ".[test]"
+
+$(BIN)/python:
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+
+clean:
+	rm -rf build dist $(VENV) *.egg-info activations_cuda/*.so activations_cuda/_build.py
