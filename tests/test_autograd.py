@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+
 from family import DTYPES, FAMILY, assert_same_values, sample
 
 

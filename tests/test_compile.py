@@ -4,8 +4,9 @@ import re
 
 import pytest
 import torch
-from family import FAMILY, sample
 from torch._inductor.utils import run_and_get_code
+
+from family import FAMILY, sample
 
 CALL = {"cpu": r"^\s*cpp_fused\w*\(|^\s*(?:kernels\.)?cpp_fused\w*\(", "cuda": r"^\s*triton_\w+\.run\("}
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from conftest import requires_cuda
 from family import FAMILY, assert_same_values, sample
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from family import FAMILY
 
 import activations_cuda
+from family import FAMILY
 
 ops = torch.ops.fastact
 

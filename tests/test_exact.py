@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from family import DTYPES, FAMILY, assert_same, assert_same_values, sample
 
 SIZES = [0, 1, 7, 8, 9, 127, 511, 513, 1000003]

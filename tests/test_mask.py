@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from family import DTYPES, FAMILY, assert_same, bits, sample
 
 

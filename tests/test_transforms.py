@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from family import DTYPES, FAMILY, assert_same_values, sample
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+from family import DTYPES, FAMILY, assert_same_values, sample
 
 # The composite body's tolerance. PyTorch's kernels round one sixth to float, in float64 too; the composite body divides by 6.
 ONE_SIXTH = 2**-24
