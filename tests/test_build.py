@@ -107,9 +107,7 @@ def test_sdist_builds_a_wheel_that_works(tmp_path):
 
     site = tmp_path / "site"
     assert run(*pip, "install", "--no-deps", "--target", str(site), str(wheel)).returncode == 0
-    program = (
-        "import activations_cuda as a, torch; print(a.__file__, a.hardtanh(torch.tensor([2.0])).item(), a.build_info()['cuda'])"
-    )
+    program = "import activations_cuda as a, torch; print(a.__file__, a.hardtanh(torch.tensor([2.0])).item())"
     result = run(sys.executable, "-X", "faulthandler", "-c", program, cwd=tmp_path, PYTHONPATH=str(site))
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == [str(site / "activations_cuda" / "__init__.py"), "1.0"]
