@@ -1,5 +1,5 @@
 // What the kernels offer to the binding: for each device, one forward kernel for the whole family and one backward kernel.
-// Both walk `n` elements in memory order, take any alignment and may run in place.
+// Both walk the output in memory order, take any alignment and may run in place.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -15,6 +15,14 @@
 
 namespace fastact {
 
+// Where the input's elements lie, in the order of the output's: rows of `length` elements that begin `pitch` apart.
+struct Rows {
+  int64_t length, pitch;
+
+  // Then it makes no difference where a row ends.
+  FASTACT_HOST_DEVICE bool dense() const { return length == pitch; }
+};
+
 template <class F, class T>
 FASTACT_HOST_DEVICE T value(const F& f, const T& x) {
   return f.inside(x) ? f.linear(x) : f.saturated(x);
@@ -29,31 +37,32 @@ FASTACT_HOST_DEVICE scalar_t scale(scalar_t grad, opmath_t<scalar_t> slope) {
 
 namespace cpu {
 
-// The elements that one call of a kernel takes must start at a multiple of this, so that no two threads share a mask byte.
+// A range of elements that a kernel is called for must begin at a multiple of this, so that no two threads share a mask byte.
 constexpr int64_t kBlock = 512;
 
-// y = f(x). Writes the mask too unless `mask` is null.
+// y = f(x) for the elements from `begin` up to `end`. Writes the mask too unless `mask` is null.
 template <class F, class scalar_t>
-void forward(F f, const scalar_t* x, scalar_t* y, uint8_t* mask, int64_t n);
+void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t begin, int64_t end);
 
-// y = grad * (the mask's bit ? inside : outside).
+// y = grad * (the mask's bit ? inside : outside) for the elements from `begin` up to `end`.
 template <class scalar_t>
 void masked_scale(
-    const scalar_t* grad, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside, int64_t n);
+    const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
+    int64_t begin, int64_t end);
 
 }  // namespace cpu
 
 #if defined(FASTACT_CUDA)
 namespace cuda {
 
-// As the CPU's, queued on `stream` of the current device; `n` is at least 1.
+// As the CPU's for all `n` elements, at least 1, queued on `stream` of the current device.
 template <class F, class scalar_t>
-cudaError_t forward(F f, const scalar_t* x, scalar_t* y, uint8_t* mask, int64_t n, cudaStream_t stream);
+cudaError_t forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t n, cudaStream_t stream);
 
 template <class scalar_t>
 cudaError_t masked_scale(
-    const scalar_t* grad, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside, int64_t n,
-    cudaStream_t stream);
+    const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
+    int64_t n, cudaStream_t stream);
 
 }  // namespace cuda
 #endif

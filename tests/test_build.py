@@ -18,7 +18,8 @@ FROM_SOURCE = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs
 
 
 def run(*command, cwd=ROOT, **environment):
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("FORCE_")}
+    return subprocess.run(command, cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True)
 
 
 def test_build_info():

@@ -40,7 +40,7 @@ LAYOUTS = {
 
 
 def check(row, x):
-    """Compares forward, backward with a dense gradient, and backward with an expanded one."""
+    """Compares forward, and backward with a dense, a sliced and an expanded gradient."""
     ours, theirs = (x.detach().requires_grad_() for _ in range(2))
     y, expected = row(ours), row.reference(theirs)
     assert_same(y.detach(), expected.detach())
@@ -52,7 +52,8 @@ def check(row, x):
     grad = torch.randn(x.shape, dtype=torch.float32, generator=torch.Generator().manual_seed(1)).to(x)
     if grad.numel() > 2:
         grad.view(-1)[:2] = torch.tensor([float("inf"), -0.0])  # inf * 0 would be NaN
-    for incoming in (grad, x.new_full((), 0.3).expand(x.shape)):
+    sliced = torch.cat([grad, grad], dim=-1).chunk(2, dim=-1)[1] if grad.dim() else grad
+    for incoming in (grad, sliced, x.new_full((), 0.3).expand(x.shape)):
         (actual,) = torch.autograd.grad(y, ours, incoming, retain_graph=True)
         (expected_grad,) = torch.autograd.grad(expected, theirs, incoming, retain_graph=True)
         assert actual.shape == expected_grad.shape

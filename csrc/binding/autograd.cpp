@@ -22,18 +22,26 @@ at::Tensor masked_scale(const at::Tensor& grad, const at::Tensor& mask, Slopes s
   return op.call(grad, mask, slopes.inside, slopes.outside);
 }
 
-// The mask speaks of elements in the memory order of the output; a dimension of size 1 does not change that order.
-bool same_order(c10::SymIntArrayRef sizes, c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
-  for (size_t dim = 0; dim < sizes.size(); ++dim) {
-    if (sizes[dim] != 1 && a[dim] != b[dim]) {
+// Whether a tensor's elements follow one another in memory as those of the dense `strides` do, with or without gaps; dimensions
+// of size 1 do not matter.
+bool same_order(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, c10::SymIntArrayRef other) {
+  for (size_t outer = 0; outer < sizes.size(); ++outer) {
+    for (size_t inner = 0; inner < sizes.size(); ++inner) {
+      const bool nested = sizes[outer] != 1 && sizes[inner] != 1 && strides[inner] < strides[outer];
+      if (nested && (other[inner] < 1 || other[outer] < other[inner] * sizes[inner])) {
+        return false;
+      }
+    }
+    if (sizes[outer] != 1 && other[outer] < 1) {
       return false;
     }
   }
   return true;
 }
 
+// The mask speaks of elements in the memory order of the output.
 at::Tensor in_order_of(c10::SymIntArrayRef strides, const at::Tensor& grad) {
-  if (same_order(grad.sym_sizes(), grad.sym_strides(), strides)) {
+  if (same_order(grad.sym_sizes(), strides, grad.sym_strides())) {
     return grad;
   }
   return grad.new_empty_strided_symint(grad.sym_sizes(), strides).copy_(grad);

@@ -7,16 +7,17 @@
 #include <string>
 #include <utility>
 
-#include "../activations.h"
 #include "arguments.h"
 #include "autograd.h"
 #include "composite.h"
+#include "family.h"
 #include "packed.h"
 
 namespace fastact {
 namespace {
 
 using at::Tensor;
+using c10::DispatchKey;
 using c10::DispatchKeySet;
 using OutputAndMask = std::tuple<Tensor, Tensor>;
 
@@ -25,32 +26,25 @@ using OutputAndMask = std::tuple<Tensor, Tensor>;
 bool is_plain(const Tensor& tensor) {
   constexpr auto transparent = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   const auto keys = tensor.key_set() - transparent;
-  return keys == DispatchKeySet(c10::DispatchKey::CPU) || keys == DispatchKeySet(c10::DispatchKey::CUDA);
+  return keys == DispatchKeySet(DispatchKey::CPU) || keys == DispatchKeySet(DispatchKey::CUDA);
 }
 
-// What a line of family.def says of a member, as a type.
-constexpr std::nullptr_t none = nullptr;
-#define ACTIVATION(op, overload_name, F, parameter_list, pytorch_op) \
-  struct F##Op {                                                     \
-    template <class scalar_t>                                        \
-    using Activation = F<scalar_t>;                                  \
-    static constexpr const char* name = #op;                         \
-    static constexpr const char* overload = #overload_name;          \
-    static constexpr const char* parameters = parameter_list;        \
-    static constexpr auto pytorch = pytorch_op;                      \
-  };
-#include "../family.def"
+// What the dispatcher would call next below autograd. For a plain tensor that nobody watches (a dispatch mode, say) that is its
+// device's kernel, which then need not be looked up again.
+DispatchKey next_key(DispatchKeySet keys) {
+  return (keys & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId();
+}
 
-template <class Op>
-std::string op_name(const char* suffix) {
-  return std::string("fastact::") + Op::name + suffix;
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const std::string& name, const char* overload = "") {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(("fastact::" + name).c_str(), overload).typed<Signature>();
 }
 
 // What the dispatcher calls for one member of the family; `Parameters` are as many doubles as its struct is made from.
 template <class Op, class... Parameters>
 struct Kernels {
   static Tensor pytorch(const Tensor& self, Parameters... parameters) {
-    if constexpr (std::is_null_pointer_v<decltype(Op::pytorch)>) {
+    if constexpr (std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>>) {
       TORCH_CHECK_NOT_IMPLEMENTED(false, Op::name, ": expected a floating-point tensor, got ", self.scalar_type());
     } else {
       return Op::pytorch(self, parameters...);
@@ -74,11 +68,15 @@ struct Kernels {
 
   template <class Device>
   static OutputAndMask packed_with_mask(const Tensor& self, Parameters... parameters) {
+    check_arguments_with_mask<Op>(self, parameters...);
     return fastact::packed_with_mask<Op, Device>(self, parameters...);
   }
 
   static OutputAndMask meta_with_mask(const Tensor& self, Parameters... parameters) {
-    return fastact::meta_with_mask<Op>(self, parameters...);
+    check_arguments_with_mask<Op>(self, parameters...);
+    return {
+        at::empty_like(self, self.options(), output_format<Op>(self)),
+        at::empty_symint({mask_bytes(self.sym_numel())}, self.options().dtype(at::kByte))};
   }
 
   static Tensor autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
@@ -88,49 +86,73 @@ struct Kernels {
     if (needs_derivative(self)) {
       return std::get<0>(autograd_with_mask(keys, self, parameters...));
     }
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(op_name<Op>("").c_str(), Op::overload)
-                               .template typed<Tensor(const Tensor&, Parameters...)>();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return op.redispatch(keys & c10::after_autograd_keyset, self, parameters...);
+    switch (next_key(keys)) {
+      case DispatchKey::CPU:
+        return fastact::packed<Op, Cpu>(self, parameters...);
+#if defined(FASTACT_CUDA)
+      case DispatchKey::CUDA:
+        return fastact::packed<Op, Cuda>(self, parameters...);
+#endif
+      default:
+        static const auto op = find<Tensor(const Tensor&, Parameters...)>(Op::name, Op::overload);
+        return op.redispatch(keys & c10::after_ADInplaceOrView_keyset, self, parameters...);
+    }
   }
 
   static OutputAndMask autograd_with_mask(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow(op_name<Op>("_with_mask").c_str(), Op::overload)
-                               .template typed<OutputAndMask(const Tensor&, Parameters...)>();
-    OutputAndMask result;
-    {
-      const at::AutoDispatchBelowADInplaceOrView below_autograd;
-      result = op.redispatch(keys & c10::after_autograd_keyset, self, parameters...);
-    }
+    auto result = with_mask_below_autograd(keys, self, parameters...);
     const typename Op::template Activation<double> f(parameters...);
     record(self, std::get<0>(result), std::get<1>(result), f.slopes());
     return result;
   }
+
+ private:
+  static OutputAndMask with_mask_below_autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    switch (next_key(keys)) {
+      case DispatchKey::CPU:
+        return packed_with_mask<Cpu>(self, parameters...);
+#if defined(FASTACT_CUDA)
+      case DispatchKey::CUDA:
+        return packed_with_mask<Cuda>(self, parameters...);
+#endif
+      default:
+        static const auto op =
+            find<OutputAndMask(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_mask", Op::overload);
+        return op.redispatch(keys & c10::after_ADInplaceOrView_keyset, self, parameters...);
+    }
+  }
 };
 
-template <class Op>
-auto kernels_of() {
-  using Activation = typename Op::template Activation<double>;
-  if constexpr (std::is_constructible_v<Activation, double, double>) {
-    return Kernels<Op, double, double>();
-  } else if constexpr (std::is_constructible_v<Activation, double>) {
-    return Kernels<Op, double>();
-  } else {
-    return Kernels<Op>();
+template <class Device>
+Tensor masked_scale(const Tensor& grad, const Tensor& mask, double inside, double outside) {
+  check_mask(grad, mask);
+  return packed_masked_scale<Device>(grad, mask, inside, outside);
+}
+
+Tensor meta_masked_scale(const Tensor& grad, const Tensor& mask, double, double) {
+  check_mask(grad, mask);
+  return at::empty_like(grad, grad.options(), elementwise_format(grad));
+}
+
+Tensor masked_scale_below_autograd(DispatchKeySet keys, const Tensor& grad, const Tensor& mask, double inside, double outside) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  switch (next_key(keys)) {
+    case DispatchKey::CPU:
+      return masked_scale<Cpu>(grad, mask, inside, outside);
+#if defined(FASTACT_CUDA)
+    case DispatchKey::CUDA:
+      return masked_scale<Cuda>(grad, mask, inside, outside);
+#endif
+    default:
+      static const auto op = find<Tensor(const Tensor&, const Tensor&, double, double)>("masked_scale");
+      return op.redispatch(keys & c10::after_ADInplaceOrView_keyset, grad, mask, inside, outside);
   }
 }
 
 Tensor autograd_masked_scale(DispatchKeySet keys, const Tensor& grad, const Tensor& mask, double inside, double outside) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fastact::masked_scale", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, double, double)>();
-  Tensor output;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    output = op.redispatch(keys & c10::after_autograd_keyset, grad, mask, inside, outside);
-  }
+  Tensor output = masked_scale_below_autograd(keys, grad, mask, inside, outside);
   record(grad, output, mask, {inside, outside});
   return output;
 }
@@ -147,8 +169,7 @@ std::string without_defaults(std::string parameters) {
 // parameters have no defaults.
 template <class Op>
 void define(torch::Library& library) {
-  using c10::DispatchKey;
-  using K = decltype(kernels_of<Op>());
+  using K = WithParameters<Kernels, Op>;
   const std::string overload = Op::overload[0] == '\0' ? "" : std::string(".") + Op::overload;
   const std::string parameters = Op::parameters[0] == '\0' ? "" : std::string(", ") + Op::parameters;
 

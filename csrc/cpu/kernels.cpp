@@ -60,26 +60,46 @@ inline void keep(const scalar_t* x, const uint8_t* flags, scalar_t* y, int64_t n
   }
 }
 
+// The `count` elements from `begin` on, in one piece: where they lie if that is one, else gathered row by row in `buffer`.
+template <class scalar_t>
+inline const scalar_t* in_one_piece(const scalar_t* x, Rows rows, int64_t begin, int64_t count, scalar_t* buffer) {
+  if (rows.dense()) {
+    return x + begin;
+  }
+  for (int64_t done = 0; done < count;) {
+    const int64_t row = (begin + done) / rows.length, column = (begin + done) % rows.length;
+    const int64_t piece = std::min(count - done, rows.length - column);
+    std::memcpy(buffer + done, x + row * rows.pitch + column, piece * sizeof(scalar_t));
+    done += piece;
+  }
+  return buffer;
+}
+
 }  // namespace
 
 template <class F, class scalar_t>
-FASTACT_CLONES void forward(F f, const scalar_t* x, scalar_t* y, uint8_t* mask, int64_t n) {
+FASTACT_CLONES void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t begin, int64_t end) {
   using T = opmath_t<scalar_t>;
-  if (mask == nullptr) {
+  if (rows.dense() && mask == nullptr) {
     FASTACT_VECTORIZE
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = begin; i < end; ++i) {
       y[i] = static_cast<scalar_t>(value(f, static_cast<T>(x[i])));
     }
     return;
   }
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t count = std::min(kBlock, n - begin);
+  for (; begin < end; begin += kBlock) {
+    const int64_t count = std::min(kBlock, end - begin);
+    scalar_t buffer[kBlock];
+    const scalar_t* from = in_one_piece(x, rows, begin, count, buffer);
     uint8_t flags[kBlock];
     FASTACT_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      const T element = static_cast<T>(x[begin + i]);
+      const T element = static_cast<T>(from[i]);
       y[begin + i] = static_cast<scalar_t>(value(f, element));
       flags[i] = f.inside(element);
+    }
+    if (mask == nullptr) {
+      continue;
     }
     for (int64_t i = count; i % kMaskBits != 0; ++i) {
       flags[i] = 0;  // the padding of the last byte
@@ -92,26 +112,29 @@ FASTACT_CLONES void forward(F f, const scalar_t* x, scalar_t* y, uint8_t* mask, 
 
 template <class scalar_t>
 FASTACT_CLONES void masked_scale(
-    const scalar_t* grad, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside, int64_t n) {
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t count = std::min(kBlock, n - begin);
+    const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
+    int64_t begin, int64_t end) {
+  for (; begin < end; begin += kBlock) {
+    const int64_t count = std::min(kBlock, end - begin);
+    scalar_t buffer[kBlock];
+    const scalar_t* from = in_one_piece(grad, rows, begin, count, buffer);
     uint8_t flags[kBlock];
     for (int64_t i = 0; i < count; i += kMaskBits) {
       unpack(mask[(begin + i) / kMaskBits], flags + i);
     }
     if (inside == 1 && outside == 0) {
-      keep(grad + begin, flags, y + begin, count);
+      keep(from, flags, y + begin, count);
       continue;
     }
     FASTACT_VECTORIZE
     for (int64_t i = 0; i < count; ++i) {
-      y[begin + i] = scale(grad[begin + i], flags[i] ? inside : outside);
+      y[begin + i] = scale(from[i], flags[i] ? inside : outside);
     }
   }
 }
 
 #define INSTANTIATE_FORWARD(F, scalar_t) \
-  template void forward<F<scalar_t>, scalar_t>(F<scalar_t>, const scalar_t*, scalar_t*, uint8_t*, int64_t);
+  template void forward<F<scalar_t>, scalar_t>(F<scalar_t>, const scalar_t*, Rows, scalar_t*, uint8_t*, int64_t, int64_t);
 #define ACTIVATION(op, overload, F, parameters, pytorch) \
   INSTANTIATE_FORWARD(F, double)                         \
   INSTANTIATE_FORWARD(F, float)                          \
@@ -121,7 +144,7 @@ FASTACT_CLONES void masked_scale(
 
 #define INSTANTIATE_MASKED_SCALE(scalar_t) \
   template void masked_scale<scalar_t>(    \
-      const scalar_t*, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t);
+      const scalar_t*, Rows, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, int64_t);
 INSTANTIATE_MASKED_SCALE(double)
 INSTANTIATE_MASKED_SCALE(float)
 INSTANTIATE_MASKED_SCALE(c10::Half)

@@ -1,0 +1,33 @@
+// What a line of family.def says of a member, as a type: HardtanhOp has a name, an overload, parameters as the schema writes
+// them, the activation's struct and PyTorch's own op.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <type_traits>
+
+#include "../activations.h"
+
+namespace fastact {
+
+// For a member that PyTorch doesn't have.
+constexpr std::nullptr_t none = nullptr;
+
+#define ACTIVATION(op, overload_name, F, parameter_list, pytorch_op) \
+  struct F##Op {                                                     \
+    template <class scalar_t>                                        \
+    using Activation = F<scalar_t>;                                  \
+    static constexpr const char* name = #op;                         \
+    static constexpr const char* overload = #overload_name;          \
+    static constexpr const char* parameters = parameter_list;        \
+    static constexpr auto pytorch = pytorch_op;                      \
+  };
+#include "../family.def"
+
+// Use<Op, double...> with as many doubles as the activation's struct is made from.
+template <template <class...> class Use, class Op, class Activation = typename Op::template Activation<double>>
+using WithParameters = std::conditional_t<
+    std::is_constructible_v<Activation, double, double>, Use<Op, double, double>,
+    std::conditional_t<std::is_constructible_v<Activation, double>, Use<Op, double>, Use<Op>>>;
+
+}  // namespace fastact
