@@ -3,6 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
 BIN = $(VENV)/bin
+export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: demo test lint build clean
 
@@ -14,7 +15,7 @@ test: build
 
 lint: $(BIN)/python
 	$(BIN)/python -m pip install --quiet pre-commit
-	$(BIN)/pre-commit run --all-files --show-diff-on-failure
+	$(BIN)/python -m pre_commit run --all-files --show-diff-on-failure
 
 build: $(BIN)/python
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
@@ -22,7 +23,7 @@ build: $(BIN)/python
 	$(BIN)/python -m pip install --verbose --no-build-isolation --editable ".[test]"
 
 $(BIN)/python:
-	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(PYTHON) -m venv --system-site-packages $(VENV) || { rm -rf $(VENV); exit 1; }
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info activations_cuda/*.so activations_cuda/_build.py

@@ -14,7 +14,7 @@ try:
 except ImportError:
     sys.exit(
         "activations-cuda compiles against the torch that will run it, and none is installed here.\n"
-        "Install torch first, then: pip install --no-build-isolation activations-cuda"
+        "Install torch first, then, in the source tree: pip install --no-build-isolation ."
     )
 
 
@@ -24,17 +24,19 @@ def flag(name):
 
 def find_toolkit():
     """The CUDA toolkit's root, or None. A toolkit counts when both its compiler and its headers are there."""
-    nvcc = shutil.which("nvcc")
-    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    if nvcc:
-        # The nvcc on PATH may be a wrapper that stands elsewhere; its dry run tells the toolkit's real place.
-        run = subprocess.run([nvcc, "-dryrun", "none.cu"], capture_output=True, text=True)
-        candidates += re.findall(r"^#\$ TOP=(.+)$", run.stderr, re.MULTILINE)
-    candidates += ["/usr/local/cuda"]
-    for candidate in candidates:
-        root = Path(candidate).resolve() if candidate else None
-        if root and (root / "bin/nvcc").exists() and (root / "include/cuda_runtime.h").exists():
-            return root
+    if os.environ.get("CUDA_HOME"):
+        candidates = [os.environ["CUDA_HOME"]]
+    else:
+        candidates = ["/usr/local/cuda"]
+        nvcc = shutil.which("nvcc")
+        if nvcc:
+            # The nvcc on PATH may be a wrapper that stands elsewhere; its dry run tells the toolkit's real place.
+            run = subprocess.run([nvcc, "-dryrun", "none.cu"], capture_output=True, text=True)
+            candidates = re.findall(r"^#\$ TOP=(.+)$", run.stderr, re.MULTILINE) + candidates
+    for root in map(Path, candidates):
+        headers = [root / "include/cuda_runtime.h", *root.glob("targets/*/include/cuda_runtime.h")]
+        if (root / "bin/nvcc").exists() and any(header.exists() for header in headers):
+            return root.resolve()
     return None
 
 
@@ -44,7 +46,8 @@ def why_not_cuda(toolkit):
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build"
     if toolkit is None:
-        return "no CUDA toolkit (nvcc and its headers) was found; set CUDA_HOME"
+        where = os.environ.get("CUDA_HOME")
+        return f"CUDA_HOME={where} holds no nvcc and headers" if where else "no nvcc and headers were found; set CUDA_HOME"
     return None
 
 
@@ -55,6 +58,15 @@ def supported_archs():
     return ";".join(f"{major}.{minor}" for major, minor in archs) + "+PTX"
 
 
+def commit():
+    """The commit that is built, "-dirty" behind it where files differ, or None outside of a git checkout."""
+    root = Path(__file__).parent
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(git, cwd=root, capture_output=True, text=True).stdout.strip() or None
+
+
 toolkit = find_toolkit()
 reason = why_not_cuda(toolkit)
 if reason and flag("FORCE_CUDA"):
@@ -63,7 +75,8 @@ if reason:
     print(f"activations-cuda: building for the CPU only: {reason}")
 else:
     os.environ["CUDA_HOME"] = str(toolkit)  # read when torch.utils.cpp_extension is imported
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", supported_archs())
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = supported_archs()
 
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 
@@ -71,11 +84,16 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 class BuildWithRecord(BuildExtension):
     """Leaves beside the extension what it was built for, which Python must know before it loads the extension."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        self.force = True  # another torch or an edited header makes every object stale
+
     def run(self):
         super().run()
         record = Path(self.get_ext_fullpath("activations_cuda._build")).with_name("_build.py")
         record.write_text(
             "# Written by setup.py.\n"
+            f"commit = {commit()!r}\n"
             f"torch = {torch.__version__.split('+')[0]!r}\n"
             f"cuda = {None if reason else torch.version.cuda!r}\n"
             f"archs = {[] if reason else os.environ['TORCH_CUDA_ARCH_LIST'].replace(' ', ';').split(';')!r}\n"

@@ -23,7 +23,7 @@ OPS = {
 
 def choose_shape():
     """The device to run on and the shape it has the memory for."""
-    if not torch.cuda.is_available():
+    if activations_cuda.build_info()["cuda"] is None or not torch.cuda.is_available():
         return torch.device("cpu"), ON_CPU
     free, _ = torch.cuda.mem_get_info()
     rows, columns = ON_GPU

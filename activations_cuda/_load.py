@@ -4,11 +4,17 @@ from importlib.metadata import version as _version
 
 import torch
 
-from activations_cuda import _build
+try:
+    from activations_cuda import _build
+except ImportError:
+    raise ImportError(
+        "this activations_cuda is a source tree that isn't built: leave its folder, or build it in place with "
+        "pip install --no-build-isolation -e ."
+    ) from None
 
 version = _version("activations-cuda")
 
-MEND = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps activations-cuda"
+MEND = "pip install --no-build-isolation --force-reinstall --no-deps . in its source tree"
 
 
 def _describe(torch_version, cuda):
@@ -35,12 +41,14 @@ def build_info():
     """How the installed package was built.
 
     Returns:
-        dict: ``version`` of this package; ``torch`` version it was compiled against; ``cuda`` version of that torch and
-        ``cuda_toolkit`` that compiled the kernels (both None in a CPU build); ``archs``, the GPU architectures it holds code
-        for, as in TORCH_CUDA_ARCH_LIST; ``compiler`` of the host code.
+        dict: ``version`` of this package and the git ``commit`` it was built from (None outside of a checkout); ``torch``
+        version it was compiled against; ``cuda`` version of that torch and ``cuda_toolkit`` that compiled the kernels (both
+        None in a CPU build); ``archs``, the GPU architectures it holds code for, as in TORCH_CUDA_ARCH_LIST; ``compiler`` of
+        the host code.
     """
     return {
         "version": version,
+        "commit": _build.commit,
         "torch": _build.torch,
         "cuda": _build.cuda,
         "cuda_toolkit": _C.cuda_toolkit,

@@ -7,7 +7,7 @@
 // The kernels evaluate a struct on float or double; the composite body evaluates the same struct on at::Tensor, which is why
 // its members are templates and speak of conditions with `|`, `&` and `negation` only. Nothing here knows of ATen.
 //
-// Each formula follows PyTorch's CUDA op to the last bit, and its CPU op where the two differ.
+// On each device the formulas are those of PyTorch's own op there, to the last bit.
 #pragma once
 
 #include <type_traits>
@@ -48,6 +48,11 @@ FASTACT_HOST_DEVICE T clamp(T x, T low, T high) {
   const T raised = x < low ? low : x;
   return high < raised ? high : raised;
 #endif
+}
+
+template <class F, class T>
+FASTACT_HOST_DEVICE T value(const F& f, const T& x) {
+  return f.inside(x) ? f.linear(x) : f.saturated(x);
 }
 
 template <class scalar_t>

@@ -23,11 +23,6 @@ struct Rows {
   FASTACT_HOST_DEVICE bool dense() const { return length == pitch; }
 };
 
-template <class F, class T>
-FASTACT_HOST_DEVICE T value(const F& f, const T& x) {
-  return f.inside(x) ? f.linear(x) : f.saturated(x);
-}
-
 // A slope of 1 returns the gradient's own bits, a slope of 0 returns +0 for every gradient: neither multiplies.
 template <class scalar_t>
 FASTACT_HOST_DEVICE scalar_t scale(scalar_t grad, opmath_t<scalar_t> slope) {

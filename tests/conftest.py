@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+import activations_cuda
+
+has_cuda = torch.cuda.is_available() and activations_cuda.build_info()["cuda"] is not None
+requires_cuda = pytest.mark.skipif(not has_cuda, reason="needs a GPU and a build for it")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=requires_cuda)])

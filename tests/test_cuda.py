@@ -68,3 +68,10 @@ def test_more_elements_than_32_bits_count(row, numel):
             assert_same_values(*chunk)
     del actual, expected, chunk
     torch.cuda.empty_cache()
+
+
+def test_rows_past_32_bits():
+    x = torch.randn(2**16 + 1, 2**15 + 8, device="cuda", dtype=torch.bfloat16)[:, : 2**15 + 3]
+    assert x.numel() > 2**31
+    assert_same_values(ops.hardtanh(x), F.hardtanh(x))
+    torch.cuda.empty_cache()

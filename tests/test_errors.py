@@ -62,7 +62,7 @@ def test_half_of_the_affine_parameters(parameters):
 
 
 def test_nan_bounds_have_no_mask(device):
-    with pytest.raises(ValueError, match="hardtanh_with_mask: expected numbers, got nan and 1"):
+    with pytest.raises(ValueError, match="hardtanh_with_mask: expected numbers within the range of Float, got nan and 1"):
         ops.hardtanh_with_mask(torch.randn(3, device=device), float("nan"), 1.0)
 
 

@@ -100,6 +100,21 @@ def test_integers_do_what_pytorch_does(dtype, inference, device):
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bound", [1e5, 1e39, 1e300])
+def test_bounds_beyond_the_dtype_do_what_pytorch_does(bound, dtype, device):
+    x = torch.randn(9, device=device).to(dtype)
+
+    def result(function):
+        try:
+            return function(x, -bound, bound)
+        except RuntimeError as error:
+            return str(error)
+
+    actual, expected = result(torch.ops.fastact.hardtanh), result(torch.nn.functional.hardtanh)
+    assert actual == expected if isinstance(expected, str) else torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("bounds", [(float("nan"), 1.0), (-1.0, float("nan"))])
 def test_nan_bounds_do_what_pytorch_does(bounds, device):
     x = torch.randn(9, device=device, requires_grad=True)

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "../activations.h"
@@ -32,17 +34,30 @@ void check_arguments(const at::Tensor& self, Parameters... parameters) {
       Activation::accepts(parameters...), Op::name, ": expected ", Activation::requirement, ", got ", join(parameters...));
 }
 
-// A parameter that is NaN means nothing to the kernels' comparisons; PyTorch's ops give it one.
-template <class... Parameters>
-bool has_nan(Parameters... parameters) {
-  return (std::isnan(parameters) || ...);
+template <class T>
+double largest() {
+  return static_cast<double>(std::numeric_limits<T>::max());
+}
+
+// The range PyTorch's op has for parameters: the dtype's on the CPU, opmath's on other devices.
+inline double parameter_range(const at::Tensor& self) {
+  const auto dtype = self.is_cpu() ? self.scalar_type() : at::toOpMathType(self.scalar_type());
+  return dtype == at::kDouble     ? largest<double>()
+         : dtype == at::kHalf     ? largest<c10::Half>()
+         : dtype == at::kBFloat16 ? largest<c10::BFloat16>()
+                                  : largest<float>();
+}
+
+// NaN means nothing to the kernels' comparisons, and beyond its range PyTorch's op raises. Both are PyTorch's op's to answer.
+inline bool kernels_take(const at::Tensor& self, double parameter) {
+  return std::isinf(parameter) || std::abs(parameter) <= parameter_range(self);
 }
 
 // Whether PyTorch's own op must answer, since the kernels don't take this dtype or these parameters.
 template <class Op, class... Parameters>
 bool belongs_to_pytorch(const at::Tensor& self, Parameters... parameters) {
   check_arguments<Op>(self, parameters...);
-  return !kernels_take(self.scalar_type()) || has_nan(parameters...);
+  return !(kernels_take(self.scalar_type()) && (kernels_take(self, parameters) && ...));
 }
 
 // For the ops that write a mask: no op of PyTorch's could step in.
@@ -52,7 +67,9 @@ void check_arguments_with_mask(const at::Tensor& self, Parameters... parameters)
   TORCH_CHECK_NOT_IMPLEMENTED(
       kernels_take(self.scalar_type()), Op::name, "_with_mask: expected a float64, float32, float16 or bfloat16 tensor, got ",
       self.scalar_type());
-  TORCH_CHECK_VALUE(!has_nan(parameters...), Op::name, "_with_mask: expected numbers, got ", join(parameters...));
+  TORCH_CHECK_VALUE(
+      (kernels_take(self, parameters) && ...), Op::name, "_with_mask: expected numbers within the range of ",
+      self.scalar_type(), ", got ", join(parameters...));
 }
 
 inline void check_mask(const at::Tensor& grad, const at::Tensor& mask) {

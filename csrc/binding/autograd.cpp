@@ -4,8 +4,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/version.h>
 
+#include <memory>
 #include <mutex>
 
 namespace fastact {
@@ -77,19 +77,16 @@ struct MaskedScaleBackward : Node {
   Slopes slopes_;
 };
 
-// PyTorch counts references to a Node inside it since 2.13, in a shared pointer before.
-#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13)
-template <class... Arguments>
-auto make_node(Arguments&&... arguments) {
-  return c10::make_intrusive<MaskedScaleBackward>(std::forward<Arguments>(arguments)...);
+// Autograd holds its nodes by c10::intrusive_ptr or, in older releases, by std::shared_ptr.
+template <class AnyNode>
+c10::intrusive_ptr<AnyNode> adopt(AnyNode* node, const c10::intrusive_ptr<AnyNode>*) {
+  return c10::intrusive_ptr<AnyNode>::unsafe_steal_from_new(node);
 }
-#else
-template <class... Arguments>
-auto make_node(Arguments&&... arguments) {
-  return std::shared_ptr<MaskedScaleBackward>(
-      new MaskedScaleBackward(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode);
+template <class AnyNode>
+std::shared_ptr<AnyNode> adopt(AnyNode* node, const std::shared_ptr<AnyNode>*) {
+  return {node, [](AnyNode* it) { deleteNode(it); }};
 }
-#endif
+using NodePointer = decltype(torch::autograd::Edge::function);
 
 }  // namespace
 
@@ -99,7 +96,8 @@ bool needs_derivative(const at::Tensor& self) {
 
 void record(const at::Tensor& self, const at::Tensor& output, const at::Tensor& mask, Slopes slopes) {
   if (torch::autograd::compute_requires_grad(self)) {
-    torch::autograd::set_history(output, make_node(self, output, mask, slopes));
+    Node* node = new MaskedScaleBackward(self, output, mask, slopes);
+    torch::autograd::set_history(output, adopt(node, static_cast<NodePointer*>(nullptr)));
   }
   const at::Tensor& tangent = self._fw_grad(/*level=*/0);
   if (tangent.defined()) {

@@ -45,7 +45,10 @@ template <class Op, class... Parameters>
 struct Kernels {
   static Tensor pytorch(const Tensor& self, Parameters... parameters) {
     if constexpr (std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>>) {
-      TORCH_CHECK_NOT_IMPLEMENTED(false, Op::name, ": expected a floating-point tensor, got ", self.scalar_type());
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          kernels_take(self.scalar_type()), Op::name, ": expected a floating-point tensor, got ", self.scalar_type());
+      TORCH_CHECK_VALUE(
+          false, Op::name, ": expected numbers within the range of ", self.scalar_type(), ", got ", join(parameters...));
     } else {
       return Op::pytorch(self, parameters...);
     }

@@ -13,9 +13,7 @@
 #endif
 
 // Each loop touches one element a turn, so it may be vectorised even where input and output are the same memory.
-#if defined(__clang__)
-#define FASTACT_VECTORIZE _Pragma("clang loop vectorize(assume_safety)")
-#elif defined(__GNUC__)
+#if defined(__GNUC__) && !defined(__clang__)
 #define FASTACT_VECTORIZE _Pragma("GCC ivdep")
 #else
 #define FASTACT_VECTORIZE
