@@ -1,0 +1,125 @@
+"""Runs every case on the machine at hand, prints the table and writes benchmarks/results/<device>.json.
+
+Exits with 1 where a row is below its bound, with 2 where a result differs from PyTorch's.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+import activations_cuda
+from benchmarks.cases import FLOAT, HALF, OPS, cpu_cases, gpu_cases, normal
+from benchmarks.timing import alternate
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def device_name():
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{model[1] if model else 'CPU'}, {torch.get_num_threads()} threads"
+
+
+def measure(case):
+    if case.equal and not torch.equal(case.ours(), case.reference()):
+        sys.exit(
+            f"{case.case}, {case.op}, {case.x.dtype}, {case.x.numel()} elements: the result differs from {case.reference_name}'s"
+        )
+    ours, reference = alternate(case.clock, case.ours, case.reference)
+    ratios = sorted(b / a for a, b in zip(ours.rounds, reference.rounds, strict=True))
+    tenth = len(ratios) // 10
+    return {
+        "case": case.case,
+        "op": case.op,
+        "dtype": str(case.x.dtype).removeprefix("torch."),
+        "numel": case.x.numel(),
+        "reference": case.reference_name,
+        "ours_us": round(ours.median, 3),
+        "reference_us": round(reference.median, 3),
+        "ratio": round(reference.median / ours.median, 4),
+        "spread": [round(ratios[tenth], 3), round(ratios[-1 - tenth], 3)],
+        "at_least": None if case.at_least is None else round(case.at_least, 4),
+    }
+
+
+def kept_rows(device):
+    """The bytes kept for backward, in place of microseconds."""
+    for name, op in OPS.items():
+        for dtype in (FLOAT, HALF):
+            x = normal(1 << 20, dtype, device).requires_grad_()
+            ours, reference = (kept_bytes(function, x) / x.numel() for function in (op.ours, op.pytorch))
+            yield {
+                "case": "bytes kept per element",
+                "op": name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "numel": x.numel(),
+                "reference": "F",
+                "ours_bytes": ours,
+                "reference_bytes": reference,
+                "ratio": reference / ours,
+                "at_least": x.element_size() / 0.125,
+            }
+
+
+def kept_bytes(function, x):
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(x)
+    return sum(sizes)
+
+
+def is_below(row):
+    return row["at_least"] is not None and row["ratio"] < row["at_least"]
+
+
+def table(rows):
+    def cells(row):
+        return [
+            row["case"],
+            row["op"],
+            row["dtype"],
+            row["numel"],
+            row["reference"],
+            row.get("ours_us", row.get("ours_bytes")),
+            row.get("reference_us", row.get("reference_bytes")),
+            f"{row['ratio']:.3f}",
+            "-".join(f"{r:.2f}" for r in row.get("spread", [])),
+            "" if row["at_least"] is None else f"{row['at_least']:.3f}",
+            "BELOW" if is_below(row) else "",
+        ]
+
+    headers = ["case", "op", "dtype", "elements", "reference", "ours", "reference's", "ratio", "spread", "at least", ""]
+    return tabulate([cells(row) for row in rows], headers=headers, disable_numparse=True)
+
+
+def main():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = list(kept_rows(device))
+    for case in tqdm(gpu_cases() if device == "cuda" else cpu_cases(), unit=" cases"):
+        rows.append(measure(case))
+    info = activations_cuda.build_info()
+    result = {"device": device_name(), "torch": torch.__version__, "cuda": info["cuda"], "commit": info["commit"], "rows": rows}
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / (re.sub(r"[^a-z0-9]+", "-", result["device"].lower()).strip("-") + ".json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(rows))
+    below = sum(map(is_below, rows))
+    print("\nours, reference's: median microseconds, or bytes; spread: the middle 80% of the rounds' ratios.")
+    print(f"{len(rows)} rows, {below} below what is owed.")
+    print(f"Written to {path.name}.")
+    sys.exit(1 if below else 0)
+
+
+if __name__ == "__main__":
+    main()

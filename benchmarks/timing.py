@@ -1,0 +1,65 @@
+"""How times are taken: contenders in turn, so that all meet the same machine, and medians with their spread."""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds of one contender, round by round."""
+
+    rounds: tuple
+
+    @property
+    def median(self):
+        return statistics.median(self.rounds)
+
+
+class GpuClock:
+    """Time on the GPU, with the L2 cache flushed before every call.
+
+    The flush keeps the GPU busy while the host queues the call, so that launching costs nothing here.
+    """
+
+    rounds = 25
+
+    def __init__(self):
+        l2 = torch.cuda.get_device_properties(0).L2_cache_size
+        self.flush = torch.empty(4 * l2, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, function):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+
+class HostClock:
+    """Time on the host, per call, in loops long enough for the clock. On a GPU the loop is not waited for."""
+
+    rounds = 25
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, function):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            function()
+        return (time.perf_counter() - start) / self.calls * 1e6
+
+
+def alternate(clock, *functions):
+    """A Time for each function."""
+    rounds = [[clock(function) for function in functions] for _ in range(WARM_UP + clock.rounds)]
+    return [Time(times) for times in zip(*rounds[WARM_UP:], strict=True)]
