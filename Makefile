@@ -2,16 +2,21 @@
 PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
+EXTRAS = test
 BIN = $(VENV)/bin
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test lint build clean
+.PHONY: demo test bench lint build clean
 
 demo: build
 	$(BIN)/python -m activations_cuda
 
 test: build
 	$(BIN)/python -m pytest
+
+bench: EXTRAS = bench$(if $(shell command -v nvidia-smi),-cuda)
+bench: build
+	$(BIN)/python -m benchmarks
 
 lint: $(BIN)/python
 	$(BIN)/python -m pip install --quiet pre-commit
@@ -20,7 +25,7 @@ lint: $(BIN)/python
 build: $(BIN)/python
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install --quiet "setuptools>=77,<82" wheel ninja
-	$(BIN)/python -m pip install --verbose --no-build-isolation --editable ".[test]"
+	$(BIN)/python -m pip install --verbose --no-build-isolation --editable ".[$(EXTRAS)]"
 
 $(BIN)/python:
 	$(PYTHON) -m venv --system-site-packages $(VENV) || { rm -rf $(VENV); exit 1; }

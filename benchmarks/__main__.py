@@ -1,4 +1,4 @@
-"""Runs every case on the machine at hand, prints the table and writes benchmarks/results/<device>.json.
+"""Runs every case on the machine at hand, prints the table, writes benchmarks/results/<device>.json and draws it.
 
 Exits with 1 where a row is below its bound, with 2 where a result differs from PyTorch's.
 """
@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 import activations_cuda
 from benchmarks.cases import FLOAT, HALF, OPS, cpu_cases, gpu_cases, normal
+from benchmarks.plot import draw
 from benchmarks.timing import alternate
 
 RESULTS = Path(__file__).parent / "results"
@@ -112,6 +113,7 @@ def main():
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / (re.sub(r"[^a-z0-9]+", "-", result["device"].lower()).strip("-") + ".json")
     path.write_text(json.dumps(result, indent=1) + "\n")
+    draw(path)
     print(table(rows))
     below = sum(map(is_below, rows))
     print("\nours, reference's: median microseconds, or bytes; spread: the middle 80% of the rounds' ratios.")

@@ -7,8 +7,12 @@ namespace {
 
 // Measured on an H200, forward pass of 2^28 float32 elements: one vector a thread 504 us, two 522 us, four 525 us; eight
 // consecutive elements a thread 545 us; streaming cache hints 558 us. A device-to-device copy takes 506 us.
-constexpr int kThreads = 256;
 constexpr int kVectorBytes = 16;
+
+// Blocks of 128 threads gain the half types 1 to 2% (2^28 elements: backward of hardsigmoid 266 us against 271 us, forward with
+// mask 265 us against 268 us) and lose float32 up to 0.5% (forward with mask 525.7 us against 523.7 us).
+template <class scalar_t>
+constexpr int kThreads = sizeof(scalar_t) == 2 ? 128 : 256;
 
 template <class scalar_t>
 struct alignas(kVectorBytes) Vector {
@@ -19,12 +23,12 @@ struct alignas(kVectorBytes) Vector {
 // The index of the calling thread's first element. 64 bits wide, which the address arithmetic needs anyway.
 template <class scalar_t>
 __device__ int64_t first_element() {
-  return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * Vector<scalar_t>::size;
+  return (static_cast<int64_t>(blockIdx.x) * kThreads<scalar_t> + threadIdx.x) * Vector<scalar_t>::size;
 }
 
 template <class scalar_t>
 __host__ unsigned int blocks(int64_t n) {
-  constexpr int64_t elements = static_cast<int64_t>(kThreads) * Vector<scalar_t>::size;
+  constexpr int64_t elements = static_cast<int64_t>(kThreads<scalar_t>) * Vector<scalar_t>::size;
   return static_cast<unsigned int>((n + elements - 1) / elements);
 }
 
@@ -150,7 +154,7 @@ __device__ void store_mask(uint8_t* mask, unsigned int bits, int64_t first, int6
 }
 
 template <bool with_mask, Access access, class F, class scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads<scalar_t>)
     forward_kernel(F f, const scalar_t* x, RowIndex rows, scalar_t* y, uint8_t* mask, int64_t n) {
   constexpr int size = Vector<scalar_t>::size;
   using T = opmath_t<scalar_t>;
@@ -189,7 +193,7 @@ __device__ scalar_t masked(scalar_t grad, bool bit, opmath_t<scalar_t> inside, o
 }
 
 template <bool keeps, Access access, class scalar_t>
-__global__ void __launch_bounds__(kThreads) masked_scale_kernel(
+__global__ void __launch_bounds__(kThreads<scalar_t>) masked_scale_kernel(
     const scalar_t* grad, RowIndex rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
     opmath_t<scalar_t> outside, int64_t n) {
   constexpr int size = Vector<scalar_t>::size;
@@ -242,7 +246,7 @@ cudaError_t forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mas
   with_constant(mask != nullptr, [&](auto with_mask) {
     with_access(x, rows, y, [&](auto access) {
       forward_kernel<with_mask.value, access.value>
-          <<<blocks<scalar_t>(n), kThreads, 0, stream>>>(f, x, RowIndex(rows, n), y, mask, n);
+          <<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(f, x, RowIndex(rows, n), y, mask, n);
     });
   });
   return cudaGetLastError();
@@ -255,7 +259,7 @@ cudaError_t masked_scale(
   with_constant(inside == 1 && outside == 0, [&](auto keeps) {
     with_access(grad, rows, y, [&](auto access) {
       masked_scale_kernel<keeps.value, access.value>
-          <<<blocks<scalar_t>(n), kThreads, 0, stream>>>(grad, RowIndex(rows, n), mask, y, inside, outside, n);
+          <<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(grad, RowIndex(rows, n), mask, y, inside, outside, n);
     });
   });
   return cudaGetLastError();

@@ -1,0 +1,80 @@
+"""Draws the results of one device, as PNG beside their JSON."""
+
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+OURS, PYTORCH, COMPILED, COPY = "tab:blue", "tab:gray", "tab:orange", "black"
+
+
+def select(rows, **wanted):
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def bandwidth(axes, rows):
+    """Forward pass over size, beside the ceiling that a copy sets."""
+    large = select(rows, case="forward", op="hardtanh", dtype="float32", reference="F")[1:]
+    sizes = select(rows, case="forward, by size", op="hardtanh") + large
+    x = [row["numel"] for row in sizes]
+    for key, label, color in (("reference_us", "PyTorch", PYTORCH), ("ours_us", "activations_cuda", OURS)):
+        axes.plot(x, [8 * row["numel"] / row[key] / 1e3 for row in sizes], "o-", markersize=3, label=label, color=color)
+    for row in select(rows, case="forward", op="hardtanh", reference="copy"):
+        axes.axhline(8 * row["numel"] / row["reference_us"] / 1e3, color=COPY, linestyle=":", label="device-to-device copy")
+    axes.set(xlabel="elements", ylabel="GB/s", title="forward, float32")
+    axes.set_xscale("log", base=2)
+    axes.legend()
+
+
+def training(axes, rows):
+    """Forward + backward of 2^28 elements."""
+    labels, bars = [], {"PyTorch": [], "torch.compile": [], "activations_cuda": []}
+    for op in ("hardtanh", "hardsigmoid"):
+        for dtype in ("float32", "bfloat16"):
+            case = {"case": "forward + backward", "op": op, "dtype": dtype, "numel": 1 << 28}
+            (eager,), (compiled,) = select(rows, reference="F", **case), select(rows, reference="torch.compile", **case)
+            labels.append(f"{op}\n{dtype}")
+            bars["PyTorch"].append(eager["reference_us"])
+            bars["torch.compile"].append(compiled["reference_us"])
+            bars["activations_cuda"].append(eager["ours_us"])
+    for i, ((label, heights), color) in enumerate(zip(bars.items(), (PYTORCH, COMPILED, OURS), strict=True)):
+        axes.bar([x + (i - 1) * 0.27 for x in range(len(labels))], heights, 0.25, label=label, color=color)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set(ylabel="us", title="forward + backward, 2^28 elements", ylim=(0, 1.35 * max(bars["PyTorch"])))
+    axes.legend()
+
+
+def ratios(axes, rows):
+    """How many times faster than PyTorch each measured pass is."""
+    timed = [row for row in rows if "ours_us" in row and row["dtype"] == "float32"]
+    labels = [f"{row['case']}\n{row['op']}, 2^{row['numel'].bit_length() - 1}" for row in timed]
+    axes.barh(labels, [row["ratio"] for row in timed], color=OURS)
+    axes.axvline(1, color=COPY, linestyle=":")
+    axes.tick_params(axis="y", labelsize=6)
+    axes.set(xlabel="times faster than PyTorch", title="float32")
+
+
+def kept(axes, rows):
+    """Bytes kept for backward, per element."""
+    rows = select(rows, case="bytes kept per element", op="hardtanh")
+    for i, (key, label, color) in enumerate(
+        (("reference_bytes", "PyTorch", PYTORCH), ("ours_bytes", "activations_cuda", OURS))
+    ):
+        bars = axes.bar(
+            [x + (i - 0.5) * 0.4 for x in range(len(rows))], [row[key] for row in rows], 0.38, label=label, color=color
+        )
+        axes.bar_label(bars)
+    axes.set_xticks(range(len(rows)), [row["dtype"] for row in rows])
+    axes.set(ylabel="bytes an element", title="kept for backward")
+    axes.legend()
+
+
+def draw(path):
+    result = json.loads(Path(path).read_text())
+    rows = result["rows"]
+    panels = [bandwidth, training, kept] if result["cuda"] else [ratios, kept]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.5 if result["cuda"] else 9), layout="constrained")
+    for panel, axis in zip(panels, axes, strict=True):
+        panel(axis, rows)
+    figure.suptitle(f"{result['device']}, torch {result['torch']}, commit {result['commit']}")
+    figure.savefig(Path(path).with_suffix(".png"), dpi=110)
