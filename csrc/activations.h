@@ -50,9 +50,14 @@ FASTACT_HOST_DEVICE T clamp(T x, T low, T high) {
 #endif
 }
 
+// Where an activation `clamps`, its saturated piece is the whole function: evaluated inside it gives the linear piece.
 template <class F, class T>
 FASTACT_HOST_DEVICE T value(const F& f, const T& x) {
-  return f.inside(x) ? f.linear(x) : f.saturated(x);
+  if constexpr (F::clamps) {
+    return f.saturated(x);
+  } else {
+    return f.inside(x) ? f.linear(x) : f.saturated(x);
+  }
 }
 
 template <class scalar_t>
@@ -62,6 +67,7 @@ struct Hardtanh {
   Hardtanh(double min_val, double max_val)
       : min_val(static_cast<opmath_t<scalar_t>>(min_val)), max_val(static_cast<opmath_t<scalar_t>>(max_val)) {}
 
+  static constexpr bool clamps = true;
   static constexpr const char* requirement = "min_val <= max_val";
   static bool accepts(double min_val, double max_val) { return !(min_val > max_val); }
 
@@ -86,6 +92,7 @@ template <class scalar_t>
 struct Hardsigmoid {
   using T = opmath_t<scalar_t>;
 
+  static constexpr bool clamps = true;
   static constexpr const char* requirement = "";
   static bool accepts() { return true; }
 
@@ -126,6 +133,7 @@ struct HardsigmoidAffine {
 
   HardsigmoidAffine(double alpha, double beta) : alpha(static_cast<T>(alpha)), beta(static_cast<T>(beta)) {}
 
+  static constexpr bool clamps = true;
   static constexpr const char* requirement = "a number other than 0 for alpha and a number for beta";
   static bool accepts(double alpha, double beta) { return (alpha < 0 || alpha > 0) && beta == beta; }
 

@@ -7,6 +7,10 @@
 
 #include "../mask.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FASTACT_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -79,32 +83,103 @@ inline const scalar_t* in_one_piece(const scalar_t* x, Rows rows, int64_t begin,
   return buffer;
 }
 
+// The half types are computed in float, a block at a time: conversion by conversion the compiler makes poor code of float16,
+// for which x86 has instructions (0.14 ns an element in the cache against 0.37).
+#if defined(__x86_64__) && defined(__GNUC__)
+#define FASTACT_F16C __attribute__((target("avx,f16c")))
+
+FASTACT_F16C void widen_f16c(const c10::Half* x, float* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+  }
+  for (; i < n; ++i) {
+    to[i] = _cvtsh_ss(x[i].x);
+  }
+}
+
+FASTACT_F16C void narrow_f16c(const float* x, c10::Half* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
+  }
+  for (; i < n; ++i) {
+    to[i].x = _cvtss_sh(x[i], _MM_FROUND_TO_NEAREST_INT);
+  }
+}
+
+const bool has_f16c = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
+#else
+constexpr bool has_f16c = false;
+void widen_f16c(const c10::Half*, float*, int64_t) {}
+void narrow_f16c(const float*, c10::Half*, int64_t) {}
+#endif
+
+template <class scalar_t>
+inline void widen(const scalar_t* x, float* to, int64_t n) {
+  if constexpr (std::is_same_v<scalar_t, c10::Half>) {
+    if (has_f16c) {
+      return widen_f16c(x, to, n);
+    }
+  }
+  FASTACT_VECTORIZE
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = x[i];
+  }
+}
+
+template <class scalar_t>
+inline void narrow(const float* x, scalar_t* to, int64_t n) {
+  if constexpr (std::is_same_v<scalar_t, c10::Half>) {
+    if (has_f16c) {
+      return narrow_f16c(x, to, n);
+    }
+  }
+  FASTACT_VECTORIZE
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = x[i];
+  }
+}
+
+// y = function(x, i) for a block of elements, computed in opmath.
+template <class scalar_t, class Function>
+inline void transform(const scalar_t* x, scalar_t* y, int64_t n, const Function& function) {
+  using T = opmath_t<scalar_t>;
+  if constexpr (std::is_same_v<T, scalar_t>) {
+    FASTACT_VECTORIZE
+    for (int64_t i = 0; i < n; ++i) {
+      y[i] = function(x[i], i);
+    }
+  } else {
+    T block[kBlock];
+    widen(x, block, n);
+    FASTACT_VECTORIZE
+    for (int64_t i = 0; i < n; ++i) {
+      block[i] = function(block[i], i);
+    }
+    narrow(block, y, n);
+  }
+}
+
 }  // namespace
 
 template <class F, class scalar_t>
 FASTACT_CLONES void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t begin, int64_t end) {
   using T = opmath_t<scalar_t>;
-  if (rows.dense() && mask == nullptr) {
-    FASTACT_VECTORIZE
-    for (int64_t i = begin; i < end; ++i) {
-      y[i] = static_cast<scalar_t>(value(f, static_cast<T>(x[i])));
-    }
-    return;
-  }
   for (; begin < end; begin += kBlock) {
     const int64_t count = std::min(kBlock, end - begin);
     scalar_t buffer[kBlock];
     const scalar_t* from = in_one_piece(x, rows, begin, count, buffer);
-    uint8_t flags[kBlock];
-    FASTACT_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) {
-      const T element = static_cast<T>(from[i]);
-      y[begin + i] = static_cast<scalar_t>(value(f, element));
-      flags[i] = f.inside(element);
-    }
     if (mask == nullptr) {
+      transform(from, y + begin, count, [&](T element, int64_t) { return value(f, element); });
       continue;
     }
+    uint8_t flags[kBlock];
+    transform(from, y + begin, count, [&](T element, int64_t i) {
+      flags[i] = f.inside(element);
+      return value(f, element);
+    });
     for (int64_t i = count; i % kMaskBits != 0; ++i) {
       flags[i] = 0;  // the padding of the last byte
     }
@@ -118,6 +193,7 @@ template <class scalar_t>
 FASTACT_CLONES void masked_scale(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t begin, int64_t end) {
+  using T = opmath_t<scalar_t>;
   for (; begin < end; begin += kBlock) {
     const int64_t count = std::min(kBlock, end - begin);
     scalar_t buffer[kBlock];
@@ -128,11 +204,10 @@ FASTACT_CLONES void masked_scale(
     }
     if (inside == 1 && outside == 0) {
       keep(from, flags, y + begin, count);
-      continue;
-    }
-    FASTACT_VECTORIZE
-    for (int64_t i = 0; i < count; ++i) {
-      y[begin + i] = scale(from[i], flags[i] ? inside : outside);
+    } else if (inside != 0 && outside == 0) {  // what scale() does, with less to choose from
+      transform(from, y + begin, count, [&](T element, int64_t i) { return flags[i] ? element * inside : 0; });
+    } else {
+      transform(from, y + begin, count, [&](T element, int64_t i) { return scale(element, flags[i] ? inside : outside); });
     }
   }
 }
