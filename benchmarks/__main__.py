@@ -13,6 +13,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import activations_cuda
+from activations_cuda.__main__ import kept_bytes
 from benchmarks.cases import FLOAT, HALF, OPS, cpu_cases, gpu_cases, normal
 from benchmarks.plot import draw
 from benchmarks.timing import alternate
@@ -65,18 +66,6 @@ def kept_rows(device):
                 "ratio": reference / ours,
                 "at_least": x.element_size() / 0.125,
             }
-
-
-def kept_bytes(function, x):
-    sizes = []
-
-    def pack(tensor):
-        sizes.append(tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function(x)
-    return sum(sizes)
 
 
 def is_below(row):

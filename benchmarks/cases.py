@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import activations_cuda
+from activations_cuda.__main__ import step
 from benchmarks import peers
 from benchmarks.timing import GpuClock, HostClock
 
@@ -61,10 +62,6 @@ class Case:
 
 def normal(shape, dtype, device):
     return torch.randn(shape, device=device, dtype=FLOAT).to(dtype)
-
-
-def step(function, x, grad):
-    return torch.autograd.grad(function(x), x, grad)[0]
 
 
 def backward_of(op, x, device):

@@ -5,19 +5,8 @@ import gc
 import pytest
 import torch
 
+from activations_cuda.__main__ import kept_bytes
 from family import DTYPES, FAMILY, assert_same_values, sample
-
-
-def saved_bytes(function, x):
-    sizes = []
-
-    def pack(tensor):
-        sizes.append(tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function(x)
-    return sum(sizes)
 
 
 def away_from_breakpoints(row, device="cpu"):
@@ -32,8 +21,8 @@ def away_from_breakpoints(row, device="cpu"):
 def test_one_bit_per_element_is_kept(row, dtype, device):
     for numel in (0, 1, 8, 9, 100003):
         x = sample(row, numel, dtype, device).requires_grad_()
-        assert saved_bytes(row, x) == (numel + 7) // 8
-    assert saved_bytes(row, x.detach()) == 0
+        assert kept_bytes(row, x) == (numel + 7) // 8
+    assert kept_bytes(row, x.detach()) == 0
 
 
 @pytest.mark.parametrize("row", FAMILY, ids=str)

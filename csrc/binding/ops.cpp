@@ -29,10 +29,22 @@ bool is_plain(const Tensor& tensor) {
   return keys == DispatchKeySet(DispatchKey::CPU) || keys == DispatchKeySet(DispatchKey::CUDA);
 }
 
-// What the dispatcher would call next below autograd. For a plain tensor that nobody watches (a dispatch mode, say) that is its
-// device's kernel, which then need not be looked up again.
-DispatchKey next_key(DispatchKeySet keys) {
-  return (keys & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId();
+// Goes on below autograd: for a plain tensor that nobody watches (a dispatch mode, say) with kernel(device), which the
+// dispatcher would call next and need not look up again; else with redispatch(keys).
+template <class Kernel, class Redispatch>
+auto below_autograd(DispatchKeySet keys, const Kernel& kernel, const Redispatch& redispatch) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const auto below = keys & c10::after_ADInplaceOrView_keyset;
+  switch (below.highestPriorityTypeId()) {
+    case DispatchKey::CPU:
+      return kernel(Cpu());
+#if defined(FASTACT_CUDA)
+    case DispatchKey::CUDA:
+      return kernel(Cuda());
+#endif
+    default:
+      return redispatch(below);
+  }
 }
 
 template <class Signature>
@@ -89,42 +101,25 @@ struct Kernels {
     if (needs_derivative(self)) {
       return std::get<0>(autograd_with_mask(keys, self, parameters...));
     }
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    switch (next_key(keys)) {
-      case DispatchKey::CPU:
-        return fastact::packed<Op, Cpu>(self, parameters...);
-#if defined(FASTACT_CUDA)
-      case DispatchKey::CUDA:
-        return fastact::packed<Op, Cuda>(self, parameters...);
-#endif
-      default:
-        static const auto op = find<Tensor(const Tensor&, Parameters...)>(Op::name, Op::overload);
-        return op.redispatch(keys & c10::after_ADInplaceOrView_keyset, self, parameters...);
-    }
+    return below_autograd(
+        keys, [&](auto device) { return fastact::packed<Op, decltype(device)>(self, parameters...); },
+        [&](DispatchKeySet below) {
+          static const auto op = find<Tensor(const Tensor&, Parameters...)>(Op::name, Op::overload);
+          return op.redispatch(below, self, parameters...);
+        });
   }
 
   static OutputAndMask autograd_with_mask(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
-    auto result = with_mask_below_autograd(keys, self, parameters...);
+    auto result = below_autograd(
+        keys, [&](auto device) { return packed_with_mask<decltype(device)>(self, parameters...); },
+        [&](DispatchKeySet below) {
+          static const auto op =
+              find<OutputAndMask(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_mask", Op::overload);
+          return op.redispatch(below, self, parameters...);
+        });
     const typename Op::template Activation<double> f(parameters...);
     record(self, std::get<0>(result), std::get<1>(result), f.slopes());
     return result;
-  }
-
- private:
-  static OutputAndMask with_mask_below_autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    switch (next_key(keys)) {
-      case DispatchKey::CPU:
-        return packed_with_mask<Cpu>(self, parameters...);
-#if defined(FASTACT_CUDA)
-      case DispatchKey::CUDA:
-        return packed_with_mask<Cuda>(self, parameters...);
-#endif
-      default:
-        static const auto op =
-            find<OutputAndMask(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_mask", Op::overload);
-        return op.redispatch(keys & c10::after_ADInplaceOrView_keyset, self, parameters...);
-    }
   }
 };
 
@@ -139,23 +134,13 @@ Tensor meta_masked_scale(const Tensor& grad, const Tensor& mask, double, double)
   return at::empty_like(grad, grad.options(), elementwise_format(grad));
 }
 
-Tensor masked_scale_below_autograd(DispatchKeySet keys, const Tensor& grad, const Tensor& mask, double inside, double outside) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  switch (next_key(keys)) {
-    case DispatchKey::CPU:
-      return masked_scale<Cpu>(grad, mask, inside, outside);
-#if defined(FASTACT_CUDA)
-    case DispatchKey::CUDA:
-      return masked_scale<Cuda>(grad, mask, inside, outside);
-#endif
-    default:
-      static const auto op = find<Tensor(const Tensor&, const Tensor&, double, double)>("masked_scale");
-      return op.redispatch(keys & c10::after_ADInplaceOrView_keyset, grad, mask, inside, outside);
-  }
-}
-
 Tensor autograd_masked_scale(DispatchKeySet keys, const Tensor& grad, const Tensor& mask, double inside, double outside) {
-  Tensor output = masked_scale_below_autograd(keys, grad, mask, inside, outside);
+  Tensor output = below_autograd(
+      keys, [&](auto device) { return masked_scale<decltype(device)>(grad, mask, inside, outside); },
+      [&](DispatchKeySet below) {
+        static const auto op = find<Tensor(const Tensor&, const Tensor&, double, double)>("masked_scale");
+        return op.redispatch(below, grad, mask, inside, outside);
+      });
   record(grad, output, mask, {inside, outside});
   return output;
 }
