@@ -32,6 +32,7 @@ LAYOUTS = {
     "empty_odd_strides": lambda x: x[:0].as_strided((2, 0, 3), (5, 1, 3)),
     "channels_last_3d": lambda x: x.view(6, 5, 7, 3, 3).to(memory_format=torch.channels_last_3d),
     "row_sliced": lambda x: x.view(30, 63)[:, :29],
+    "sliced_twice": lambda x: x.view(6, 5, 7, 9)[:, 1:4, 2:6],
     "column_sliced": lambda x: x.view(30, 63)[:, 3::4],
     "sliced_channels_last": lambda x: x.view(6, 5, 7, 9).to(memory_format=torch.channels_last)[:, 1:4],
     "expanded": lambda x: x.view(30, 1, 63).expand(30, 4, 63),
