@@ -22,6 +22,7 @@ lint: $(BIN)/python
 	$(BIN)/python -m pip install --quiet pre-commit
 	$(BIN)/python -m pre_commit run --all-files --show-diff-on-failure
 
+# setuptools: 77 reads the licence in pyproject.toml, and torch 2.11 asks for less than 82.
 build: $(BIN)/python
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install --quiet "setuptools>=77,<82" wheel ninja
