@@ -13,7 +13,6 @@ ROUNDS = 11
 ON_GPU = (4096, 393216)  # the shape this project began with: 6.4 GB in float32
 ON_CPU = (4096, 1024)
 COLUMNS = "{:<12} {:<19} {:>7} {:>11} {:>12} {:>10} {:>12} {:>15} {:>7}"
-BITS = torch.int32
 
 OPS = {
     "hardtanh": (activations_cuda.hardtanh, F.hardtanh),
@@ -21,9 +20,14 @@ OPS = {
 }
 
 
+def has_gpu():
+    """Whether there is a GPU and this build has kernels for one."""
+    return torch.cuda.is_available() and activations_cuda.build_info()["cuda"] is not None
+
+
 def choose_shape():
     """The device to run on and the shape it has the memory for."""
-    if activations_cuda.build_info()["cuda"] is None or not torch.cuda.is_available():
+    if not has_gpu():
         return torch.device("cpu"), ON_CPU
     free, _ = torch.cuda.mem_get_info()
     rows, columns = ON_GPU
@@ -69,7 +73,7 @@ def step(function, x, grad):
 
 
 def same_bits(a, b):
-    return torch.equal(a.view(BITS), b.view(BITS))
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def rows(device, shape):

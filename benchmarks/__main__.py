@@ -13,7 +13,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import activations_cuda
-from activations_cuda.__main__ import kept_bytes
+from activations_cuda.__main__ import has_gpu, kept_bytes
 from benchmarks.cases import FLOAT, HALF, OPS, cpu_cases, gpu_cases, normal
 from benchmarks.plot import draw
 from benchmarks.timing import alternate
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def device_name():
-    if torch.cuda.is_available():
+    if has_gpu():
         return torch.cuda.get_device_name()
     model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{model[1] if model else 'CPU'}, {torch.get_num_threads()} threads"
@@ -93,7 +93,7 @@ def table(rows):
 
 
 def main():
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if has_gpu() else "cpu"
     rows = list(kept_rows(device))
     for case in tqdm(gpu_cases() if device == "cuda" else cpu_cases(), unit=" cases"):
         rows.append(measure(case))

@@ -1,10 +1,8 @@
 import pytest
-import torch
 
-import activations_cuda
+from activations_cuda.__main__ import has_gpu
 
-has_cuda = torch.cuda.is_available() and activations_cuda.build_info()["cuda"] is not None
-requires_cuda = pytest.mark.skipif(not has_cuda, reason="needs a GPU and a build for it")
+requires_cuda = pytest.mark.skipif(not has_gpu(), reason="needs a GPU and a build for it")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=requires_cuda)])

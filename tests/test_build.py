@@ -83,6 +83,27 @@ def test_force_cuda_makes_what_is_missing_an_error():
 
 
 @FROM_SOURCE
+@pytest.mark.skipif(_build.cuda is None, reason="needs a CUDA build")
+def test_architectures_and_toolkit():
+    program = """
+import os, runpy, sys
+sys.argv[1:] = ["--name"]
+runpy.run_path("setup.py")
+print(os.environ["TORCH_CUDA_ARCH_LIST"])
+"""
+    unset = run(sys.executable, "-c", program, TORCH_CUDA_ARCH_LIST="").stdout.split()[-1]
+    flags = torch._C._cuda_getArchFlags().split()
+    assert unset.endswith("+PTX")
+    assert {f"sm_{arch.replace('.', '')}" for arch in unset.removesuffix("+PTX").split(";")} == {
+        f for f in flags if f[:3] == "sm_"
+    }
+    assert run(sys.executable, "-c", program, TORCH_CUDA_ARCH_LIST="9.0").stdout.split()[-1] == "9.0"
+    missing = run(sys.executable, "setup.py", "--name", FORCE_CUDA="1", CUDA_HOME="/nonexistent")
+    assert missing.returncode != 0
+    assert "FORCE_CUDA is set, but CUDA_HOME=/nonexistent holds no nvcc and headers" in missing.stderr
+
+
+@FROM_SOURCE
 def test_force_cpu_says_so_in_one_line():
     result = run(sys.executable, "setup.py", "--name", FORCE_CPU="1")
     assert result.returncode == 0

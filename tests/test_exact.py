@@ -13,11 +13,7 @@ def flat(x):
 
 
 def offset(by):
-    def layout(x):
-        return torch.cat([x.new_zeros(by), x])[by:]
-
-    layout.__name__ = f"offset{by}"
-    return layout
+    return lambda x: torch.cat([x.new_zeros(by), x])[by:]
 
 
 LAYOUTS = {
@@ -48,7 +44,7 @@ def check(row, x):
     with torch.no_grad():
         assert_same(row(x), expected)
     with torch.inference_mode():
-        assert_same_values(row(x), expected.detach())
+        assert_same(row(x), expected.detach())
 
     grad = torch.randn(x.shape, dtype=torch.float32, generator=torch.Generator().manual_seed(1)).to(x)
     if grad.numel() > 2:

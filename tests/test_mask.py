@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from family import DTYPES, FAMILY, assert_same, bits, sample
+from family import DTYPES, FAMILY, assert_same, bits, opmath, sample
 
 
 def memory_order(x):
@@ -49,7 +49,7 @@ def test_masked_scale(dtype, slopes, device):
         grad = sample(FAMILY[0], numel, dtype, device)
         flags = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < 0.5
         actual = torch.ops.fastact.masked_scale(grad, packed(flags).to(device), *slopes)
-        kept, scaled = [], grad.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        kept, scaled = [], grad.to(opmath(dtype))
         for slope in slopes:
             kept.append(grad if slope == 1 else torch.zeros_like(grad) if slope == 0 else (scaled * slope).to(dtype))
         assert_same(actual, torch.where(flags.to(device), *kept))
