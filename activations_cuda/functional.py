@@ -3,6 +3,11 @@
 Each returns PyTorch's own numbers to the bit on a plain CPU or CUDA tensor of dtype float64, float32, float16 or bfloat16, and
 keeps one bit per element for the backward pass. Under torch.compile, for tensor subclasses and in functorch's transforms each
 is a handful of ATen ops, of which a value's last bit may differ. Any other dtype gets what PyTorch's op does with it.
+
+Common to all: the input is a tensor of any shape and strides. With ``inplace=True`` it is written to and returned; one bit per
+element is kept, and no clone of the input. Otherwise a new tensor of its shape, dtype and device is returned, with the strides
+that PyTorch's op gives it. A bool or complex input raises NotImplementedError, and so do integers where PyTorch has no rule for
+them. An in-place form raises RuntimeError where autograd or overlapping memory forbid it, as PyTorch's do.
 """
 
 import torch
@@ -11,10 +16,51 @@ from torch.compiler import is_dynamo_compiling
 
 from activations_cuda import _C
 
+__all__ = ["hardshrink", "hardsigmoid", "hardtanh", "leaky_relu", "relu", "relu6", "softshrink", "threshold"]
+
+
 _ops = torch.ops.fastact  # what torch.compile can trace; calling the compiled module instead saves a microsecond
 
 
-def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
+    r"""Set what is negative to 0, as :func:`torch.nn.functional.relu`.
+
+    .. math:: \text{relu}(x) = \max(x, 0)
+
+    The gradient passes where ``x > 0`` and at NaN.
+    """
+    ops = _ops if is_dynamo_compiling() else _C
+    return ops.relu_(input) if inplace else ops.relu(input)
+
+
+def relu6(input: Tensor, inplace: bool = False) -> Tensor:
+    r"""Clamp every element to [0, 6], as :func:`torch.nn.functional.relu6`.
+
+    .. math:: \text{relu6}(x) = \min(\max(x, 0), 6)
+
+    The gradient passes where ``0 < x < 6`` and at NaN.
+    """
+    ops = _ops if is_dynamo_compiling() else _C
+    return ops.relu6_(input) if inplace else ops.relu6(input)
+
+
+def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    r"""Scale what is negative, as :func:`torch.nn.functional.leaky_relu`.
+
+    .. math:: \text{leaky\_relu}(x) = \max(x, 0) + \text{negative\_slope} \cdot \min(x, 0)
+
+    The gradient passes where ``x > 0`` and is scaled elsewhere, at NaN too. In place, ``negative_slope`` may be negative.
+
+    Args:
+        input: a floating-point tensor.
+        negative_slope: the slope of the negative part. Where it is 0, no gradient passes there, an infinite one neither.
+        inplace: write to the input.
+    """
+    ops = _ops if is_dynamo_compiling() else _C
+    return ops.leaky_relu_(input, negative_slope) if inplace else ops.leaky_relu(input, negative_slope)
+
+
+def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
     r"""Clamp every element to a range, as :func:`torch.nn.functional.hardtanh`.
 
     .. math:: \text{hardtanh}(x) = \min(\max(x, \text{min\_val}), \text{max\_val})
@@ -22,23 +68,19 @@ def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tens
     The gradient passes where ``min_val < x < max_val`` and at NaN, and is 0 elsewhere, the bounds included.
 
     Args:
-        input: a real tensor of any shape and strides.
+        input: a real tensor.
         min_val: the lower bound.
         max_val: the upper bound, not below the lower.
-
-    Returns:
-        A new tensor of the input's shape, dtype and device, with the strides PyTorch's op gives it.
+        inplace: write to the input.
 
     Raises:
         ValueError: ``min_val > max_val``.
-        NotImplementedError: a bool or complex input.
     """
-    if is_dynamo_compiling():
-        return _ops.hardtanh(input, min_val, max_val)
-    return _C.hardtanh(input, min_val, max_val)
+    ops = _ops if is_dynamo_compiling() else _C
+    return ops.hardtanh_(input, min_val, max_val) if inplace else ops.hardtanh(input, min_val, max_val)
 
 
-def hardsigmoid(input: Tensor, alpha: float | None = None, beta: float | None = None) -> Tensor:
+def hardsigmoid(input: Tensor, inplace: bool = False, *, alpha: float | None = None, beta: float | None = None) -> Tensor:
     r"""A sigmoid of three straight lines, as :func:`torch.nn.functional.hardsigmoid`.
 
     .. math:: \text{hardsigmoid}(x) = \frac{\min(\max(x + 3, 0), 6)}{6}
@@ -50,21 +92,71 @@ def hardsigmoid(input: Tensor, alpha: float | None = None, beta: float | None = 
     The gradient is 1/6, or alpha, strictly between the breakpoints and 0 elsewhere, at NaN too.
 
     Args:
-        input: a floating-point tensor of any shape and strides.
+        input: a floating-point tensor.
+        inplace: write to the input.
         alpha: the slope, not 0.
         beta: the value at 0.
 
-    Returns:
-        A new tensor of the input's shape, dtype and device, with the strides PyTorch's op gives it.
-
     Raises:
         ValueError: alpha without beta or beta without alpha, ``alpha == 0``, or NaN for either.
-        NotImplementedError: a dtype that isn't floating-point.
     """
     if alpha is None and beta is None:
-        return _ops.hardsigmoid(input) if is_dynamo_compiling() else _C.hardsigmoid(input)
+        ops = _ops if is_dynamo_compiling() else _C
+        return ops.hardsigmoid_(input) if inplace else ops.hardsigmoid(input)
     if alpha is None or beta is None:
         raise ValueError(f"hardsigmoid: expected both alpha and beta or neither, got alpha={alpha} and beta={beta}")
     if is_dynamo_compiling():
-        return _ops.hardsigmoid.affine(input, alpha, beta)
-    return _C.hardsigmoid_affine(input, alpha, beta)
+        return _ops.hardsigmoid_(input, alpha, beta) if inplace else _ops.hardsigmoid(input, alpha, beta)
+    return _C.hardsigmoid_affine_(input, alpha, beta) if inplace else _C.hardsigmoid_affine(input, alpha, beta)
+
+
+def hardshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tensor:
+    r"""Set what is small to 0, as :func:`torch.nn.functional.hardshrink`.
+
+    .. math:: \text{hardshrink}(x) = x \text{ if } |x| > \text{lambd, else } 0
+
+    The gradient passes where ``|x| > lambd`` and at NaN.
+
+    Args:
+        input: a floating-point tensor.
+        lambd: what is small; the input's dtype rounds it. Negative, it leaves all as it is.
+        inplace: write to the input.
+    """
+    ops = _ops if is_dynamo_compiling() else _C
+    return ops.hardshrink_(input, lambd) if inplace else ops.hardshrink(input, lambd)
+
+
+def softshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tensor:
+    r"""Move every element towards 0, as :func:`torch.nn.functional.softshrink`.
+
+    .. math:: \text{softshrink}(x) = \text{sign}(x) \cdot \max(|x| - \text{lambd}, 0)
+
+    The gradient passes where ``|x| > lambd`` and at NaN.
+
+    Args:
+        input: a floating-point tensor.
+        lambd: how far, finite and not negative; the input's dtype rounds it.
+        inplace: write to the input.
+
+    Raises:
+        RuntimeError: a ``lambd`` that is negative or infinite.
+    """
+    ops = _ops if is_dynamo_compiling() else _C
+    return ops.softshrink_(input, lambd) if inplace else ops.softshrink(input, lambd)
+
+
+def threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
+    r"""Replace what doesn't exceed a threshold, as :func:`torch.nn.functional.threshold`.
+
+    .. math:: \text{threshold}(x) = x \text{ if } x > \text{threshold, else value}
+
+    The gradient passes where ``x > threshold`` and at NaN.
+
+    Args:
+        input: a real tensor.
+        threshold: what must be exceeded.
+        value: what stands there instead.
+        inplace: write to the input.
+    """
+    ops = _ops if is_dynamo_compiling() else _C
+    return ops.threshold_(input, threshold, value) if inplace else ops.threshold(input, threshold, value)

@@ -13,7 +13,8 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import activations_cuda
-from activations_cuda.__main__ import has_gpu, kept_bytes
+from activations_cuda.demo import has_gpu
+from activations_cuda.memory import kept_bytes
 from benchmarks.cases import FLOAT, HALF, OPS, cpu_cases, gpu_cases, normal
 from benchmarks.plot import draw
 from benchmarks.timing import alternate

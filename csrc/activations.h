@@ -7,9 +7,11 @@
 // The kernels evaluate a struct on float or double; the composite body evaluates the same struct on at::Tensor, which is why
 // its members are templates and speak of conditions with `|`, `&` and `negation` only. Nothing here knows of ATen.
 //
-// On each device the formulas are those of PyTorch's own op there, to the last bit.
+// On each device the formulas are those of PyTorch's own op there, to the last bit; where PyTorch's two ops differ, `device`
+// decides.
 #pragma once
 
+#include <limits>
 #include <type_traits>
 
 #if defined(__CUDACC__)
@@ -23,6 +25,8 @@ namespace fastact {
 // PyTorch computes half types in float, the others in themselves.
 template <class scalar_t>
 using opmath_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+
+enum class Device { cpu, cuda };
 
 struct Slopes {
   double inside, outside;
@@ -59,6 +63,22 @@ FASTACT_HOST_DEVICE T clamp(T x, T low, T high) {
 #endif
 }
 
+// As at::full_like and at::detach on a tensor: `value` for every element of x; x as a constant.
+template <class T, class = std::enable_if_t<std::is_floating_point_v<T>>>
+FASTACT_HOST_DEVICE T full_like(T, T value) {
+  return value;
+}
+template <class T, class = std::enable_if_t<std::is_floating_point_v<T>>>
+FASTACT_HOST_DEVICE T detach(T x) {
+  return x;
+}
+
+// A parameter as PyTorch takes it where it computes in the dtype itself.
+template <class scalar_t>
+opmath_t<scalar_t> in_dtype(double parameter) {
+  return static_cast<opmath_t<scalar_t>>(static_cast<scalar_t>(parameter));
+}
+
 // Where an activation `clamps`, its saturated piece is the whole function: evaluated inside it gives the linear piece.
 template <class F, class T>
 FASTACT_HOST_DEVICE T value(const F& f, const T& x) {
@@ -69,18 +89,71 @@ FASTACT_HOST_DEVICE T value(const F& f, const T& x) {
   }
 }
 
-template <class scalar_t>
-struct Hardtanh {
-  opmath_t<scalar_t> min_val, max_val;
+// What most members share: any parameters will do, inside the input passes as it is, outside nothing of the gradient passes.
+struct Activation {
+  static constexpr const char* requirement = "";
+  template <class... Parameters>
+  static bool accepts(Parameters...) {
+    return true;
+  }
 
-  Hardtanh(double min_val, double max_val)
-      : min_val(static_cast<opmath_t<scalar_t>>(min_val)), max_val(static_cast<opmath_t<scalar_t>>(max_val)) {}
+  Slopes slopes() const { return {1, 0}; }
+
+  template <class X>
+  FASTACT_HOST_DEVICE X linear(const X& x) const {
+    return x;
+  }
+};
+
+template <class scalar_t, Device device>
+struct Relu : Activation {
+  using T = opmath_t<scalar_t>;
+
+  static constexpr bool clamps = true;
+
+  // NaN is inside.
+  template <class X>
+  FASTACT_HOST_DEVICE auto inside(const X& x) const {
+    return negation(x <= T(0));
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+    return clamp(x, T(0), std::numeric_limits<T>::infinity());
+  }
+};
+
+template <class scalar_t, Device device>
+struct LeakyRelu : Activation {
+  using T = opmath_t<scalar_t>;
+  T negative_slope;
+
+  explicit LeakyRelu(double negative_slope) : negative_slope(static_cast<T>(negative_slope)) {}
+
+  static constexpr bool clamps = false;
+
+  Slopes slopes() const { return {1, negative_slope}; }
+
+  // NaN is outside.
+  template <class X>
+  FASTACT_HOST_DEVICE auto inside(const X& x) const {
+    return x > T(0);
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+    return x * negative_slope;
+  }
+};
+
+template <class scalar_t, Device device>
+struct Hardtanh : Activation {
+  using T = opmath_t<scalar_t>;
+  T min_val, max_val;
+
+  Hardtanh(double min_val, double max_val) : min_val(static_cast<T>(min_val)), max_val(static_cast<T>(max_val)) {}
 
   static constexpr bool clamps = true;
   static constexpr const char* requirement = "min_val <= max_val";
   static bool accepts(double min_val, double max_val) { return !(min_val > max_val); }
-
-  Slopes slopes() const { return {1, 0}; }
 
   // NaN is inside.
   template <class X>
@@ -88,22 +161,23 @@ struct Hardtanh {
     return negation((x <= min_val) | (x >= max_val));
   }
   template <class X>
-  FASTACT_HOST_DEVICE X linear(const X& x) const {
-    return x;
-  }
-  template <class X>
   FASTACT_HOST_DEVICE X saturated(const X& x) const {
     return clamp(x, min_val, max_val);
   }
 };
 
-template <class scalar_t>
-struct Hardsigmoid {
+template <class scalar_t, Device device>
+struct Relu6 : Hardtanh<scalar_t, device> {
+  Relu6() : Hardtanh<scalar_t, device>(0, 6) {}
+
+  static bool accepts() { return true; }
+};
+
+template <class scalar_t, Device device>
+struct Hardsigmoid : Activation {
   using T = opmath_t<scalar_t>;
 
   static constexpr bool clamps = true;
-  static constexpr const char* requirement = "";
-  static bool accepts() { return true; }
 
   // One sixth rounded to float, in float64 too: PyTorch's kernels write 1.0f / 6.0f.
   Slopes slopes() const { return {1.0f / 6.0f, 0}; }
@@ -126,17 +200,17 @@ struct Hardsigmoid {
   // PyTorch's CUDA op multiplies by the rounded reciprocal, its CPU op divides.
   template <class X>
   FASTACT_HOST_DEVICE static X sixth(const X& x) {
-#if defined(__CUDA_ARCH__)
-    return x * T(1.0f / 6.0f);
-#else
-    return x / T(6);
-#endif
+    if constexpr (device == Device::cuda) {
+      return x * T(1.0f / 6.0f);
+    } else {
+      return x / T(6);
+    }
   }
 };
 
 // The form of ONNX's HardSigmoid and of Keras 2: max(0, min(1, alpha * x + beta)).
-template <class scalar_t>
-struct HardsigmoidAffine {
+template <class scalar_t, Device device>
+struct HardsigmoidAffine : Activation {
   using T = opmath_t<scalar_t>;
   T alpha, beta;
 
@@ -161,6 +235,72 @@ struct HardsigmoidAffine {
   template <class X>
   FASTACT_HOST_DEVICE X saturated(const X& x) const {
     return clamp(linear(x), T(0), T(1));
+  }
+};
+
+template <class scalar_t, Device device>
+struct Hardshrink : Activation {
+  using T = opmath_t<scalar_t>;
+  T lambd;
+
+  explicit Hardshrink(double lambd) : lambd(in_dtype<scalar_t>(lambd)) {}
+
+  static constexpr bool clamps = false;
+
+  // NaN is inside.
+  template <class X>
+  FASTACT_HOST_DEVICE auto inside(const X& x) const {
+    return negation((x >= -lambd) & (x <= lambd));
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+    return full_like(x, T(0));
+  }
+};
+
+template <class scalar_t, Device device>
+struct Softshrink : Hardshrink<scalar_t, device> {
+  using T = opmath_t<scalar_t>;
+  T shift;
+
+  // PyTorch's CPU op decides what passes in the dtype, as its CUDA op does, but shifts by a lambd in opmath.
+  explicit Softshrink(double lambd)
+      : Hardshrink<scalar_t, device>(lambd), shift(device == Device::cuda ? this->lambd : static_cast<T>(lambd)) {}
+
+  static constexpr bool clamps = true;
+  static constexpr const char* requirement = "a finite lambd >= 0";
+  static bool accepts(double lambd) { return lambd >= 0 && lambd <= std::numeric_limits<double>::max(); }
+
+  template <class X>
+  FASTACT_HOST_DEVICE X linear(const X& x) const {
+    return x - clamp(detach(x), -shift, shift);
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+    return linear(x);
+  }
+};
+
+template <class scalar_t, Device device>
+struct Threshold : Activation {
+  using T = opmath_t<scalar_t>;
+  T threshold, value;
+
+  // PyTorch's CUDA op compares in the dtype, its CPU op in opmath.
+  Threshold(double threshold, double value)
+      : threshold(device == Device::cuda ? in_dtype<scalar_t>(threshold) : static_cast<T>(threshold)),
+        value(in_dtype<scalar_t>(value)) {}
+
+  static constexpr bool clamps = false;
+
+  // NaN is inside.
+  template <class X>
+  FASTACT_HOST_DEVICE auto inside(const X& x) const {
+    return negation(x <= threshold);
+  }
+  template <class X>
+  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+    return full_like(x, value);
   }
 };
 

@@ -1,6 +1,6 @@
 import pytest
 
-from activations_cuda.__main__ import has_gpu
+from activations_cuda.demo import has_gpu
 
 requires_cuda = pytest.mark.skipif(not has_gpu(), reason="needs a GPU and a build for it")
 

@@ -29,22 +29,41 @@ class AffineHardsigmoid(torch.autograd.Function):
         return torch.where(inside, scaled, 0.0), None, None
 
 
+def softshrink(x, lambd):
+    """PyTorch's. On the CPU it shrinks a negative value to -0 or to +0, depending on its place in the tensor; here it is +0."""
+    y = F.softshrink(x, lambd)
+    return y + 0.0 if x.is_cpu else y
+
+
 @dataclass(frozen=True)
 class Row:
-    op: torch._ops.OpOverload
+    name: str
     pytorch: Callable  # the op to equal, called as pytorch(x, *parameters)
+    inside: Callable  # the rule, called as inside(x, *parameters) on a tensor in opmath
     parameters: tuple = ()
     breakpoints: tuple = ()
-    inside: Callable = None  # the rule, called as inside(x, *parameters) on a tensor in opmath
-    slope: float = 1.0  # of the linear piece; the other one is 0
+    slopes: tuple = (1.0, 0.0)  # inside, outside
+    overload: str = "default"
+    takes_dtype: tuple = ()  # the devices on which PyTorch compares with its parameters in the dtype, not in opmath
+    tolerance: float = 0.0  # of the composite body, relative
 
     def __str__(self):
-        return f"{self.op.__name__}{self.parameters}".replace(" ", "")
+        return f"{self.name}.{self.overload}{self.parameters}".replace(" ", "").replace(".default", "").removesuffix("()")
+
+    def _find(self, name):
+        return getattr(getattr(torch.ops.fastact, name), self.overload)
+
+    @property
+    def op(self):
+        return self._find(self.name)
+
+    @property
+    def inplace(self):
+        return self._find(self.name + "_")
 
     @property
     def with_mask(self):
-        packet = getattr(torch.ops.fastact, self.op._schema.name.split("::")[1] + "_with_mask")
-        return getattr(packet, self.op._overloadname)
+        return self._find(self.name + "_with_mask")
 
     def __call__(self, x):
         return self.op(x, *self.parameters)
@@ -53,50 +72,67 @@ class Row:
         return self.pytorch(x, *self.parameters)
 
     def is_inside(self, x):
-        return self.inside(x.to(opmath(x.dtype)), *self.parameters)
+        parameters = torch.tensor(self.parameters, dtype=torch.float64)
+        if x.device.type in self.takes_dtype:
+            parameters = parameters.to(x.dtype)
+        return self.inside(x.to(opmath(x.dtype)), *parameters.tolist())
+
+    def derivative(self, x):
+        inside, outside = torch.tensor(self.slopes, dtype=opmath(x.dtype), device=x.device)
+        return torch.where(self.is_inside(x), inside, outside)
+
+    def scaled(self, grad, x):
+        """What backward makes of `grad`: a slope of 1 leaves it as it is, a slope of 0 nothing of it."""
+        pieces = [grad if slope == 1 else torch.zeros_like(grad) if slope == 0 else grad * slope for slope in self.slopes]
+        return torch.where(self.is_inside(x), *pieces)
 
 
 def hardtanh_row(min_val, max_val):
+    return Row("hardtanh", F.hardtanh, lambda x, low, high: ~((x <= low) | (x >= high)), (min_val, max_val), (min_val, max_val))
+
+
+def affine_row(alpha, beta):
     return Row(
-        torch.ops.fastact.hardtanh.default,
-        F.hardtanh,
-        (min_val, max_val),
-        (min_val, max_val),
-        lambda x, low, high: ~((x <= low) | (x >= high)),
+        "hardsigmoid",
+        AffineHardsigmoid.apply,
+        lambda x, alpha, beta: (x * alpha + beta > 0) & (x * alpha + beta < 1),
+        (alpha, beta),
+        (-beta / alpha, (1 - beta) / alpha),
+        (alpha, 0.0),
+        overload="affine",
     )
+
+
+def is_shrunk(x, lambd):
+    return (x >= -lambd) & (x <= lambd)
 
 
 FAMILY = [
     hardtanh_row(-1.0, 1.0),
-    hardtanh_row(0.0, 6.0),  # relu6
     hardtanh_row(-0.3, 0.7),  # bounds that no dtype represents
     hardtanh_row(0.5, 0.5),
     hardtanh_row(-float("inf"), 2.0),
+    # PyTorch's kernels round one sixth to float, in float64 too; the CPU's composite body divides by 6.
     Row(
-        torch.ops.fastact.hardsigmoid.default,
+        "hardsigmoid",
         F.hardsigmoid,
+        lambda x: (x > -3) & (x < 3),
         (),
         (-3.0, 3.0),
-        lambda x: (x > -3) & (x < 3),
-        slope=float(torch.tensor(1 / 6, dtype=torch.float32)),
+        (float(torch.tensor(1 / 6, dtype=torch.float32)), 0.0),
+        tolerance=2**-24,
     ),
-    Row(
-        torch.ops.fastact.hardsigmoid.affine,
-        AffineHardsigmoid.apply,
-        (0.2, 0.5),
-        (-2.5, 2.5),
-        lambda x, alpha, beta: (x * alpha + beta > 0) & (x * alpha + beta < 1),
-        slope=0.2,
-    ),
-    Row(
-        torch.ops.fastact.hardsigmoid.affine,
-        AffineHardsigmoid.apply,
-        (-0.75, 0.25),
-        (-1.0, 1 / 3),
-        lambda x, alpha, beta: (x * alpha + beta > 0) & (x * alpha + beta < 1),
-        slope=-0.75,
-    ),
+    affine_row(0.2, 0.5),
+    affine_row(-0.75, 0.25),
+    Row("relu", F.relu, lambda x: ~(x <= 0), (), (0.0,)),
+    Row("relu6", F.relu6, lambda x: ~((x <= 0) | (x >= 6)), (), (0.0, 6.0)),
+    Row("leaky_relu", F.leaky_relu, lambda x, slope: x > 0, (0.01,), (0.0,), (1.0, 0.01)),
+    Row("leaky_relu", F.leaky_relu, lambda x, slope: x > 0, (-0.2,), (0.0,), (1.0, -0.2)),
+    Row("hardshrink", F.hardshrink, lambda x, lambd: ~is_shrunk(x, lambd), (0.3,), (-0.3, 0.3), takes_dtype=("cpu", "cuda")),
+    Row("softshrink", softshrink, lambda x, lambd: ~is_shrunk(x, lambd), (0.3,), (-0.3, 0.3), takes_dtype=("cpu", "cuda")),
+    Row("threshold", F.threshold, lambda x, t, v: ~(x <= t), (-0.3, 7.1), (-0.3,), takes_dtype=("cuda",)),
 ]
+CLAMPING = [row for row in FAMILY if row.name in ("hardtanh", "hardsigmoid")][::4]  # one of each, where one does
 
 
 def opmath(dtype):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from family import FAMILY, sample
+from family import CLAMPING, FAMILY, sample
 
 CALL = {"cpu": r"^\s*(?:kernels\.)?cpp_fused\w*\(", "cuda": r"^\s*triton_\w+\.run\("}
 
@@ -28,9 +28,10 @@ def assert_fused(codes, device):
         assert kernels(code, device) == 1, code
 
 
-def neighbourhood(row):
+def neighbourhood(row, inplace=False):
     """The op between two pointwise neighbours."""
-    return lambda x: row(x * 0.9) + 1
+    op = row.inplace if inplace else row.op
+    return lambda x: op(x * 0.9, *row.parameters) + 1
 
 
 def close(actual, expected):
@@ -38,10 +39,11 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
 @pytest.mark.parametrize("row", FAMILY, ids=str)
-def test_training_fuses(row, device):
+def test_training_fuses(row, inplace, device):
     x = sample(row, 4096, torch.float32, device).nan_to_num(0.1).view(64, 64).requires_grad_()
-    function = neighbourhood(row)
+    function = neighbourhood(row, inplace)
 
     def step(f):
         y = f(x)
@@ -67,7 +69,7 @@ def test_inference_fuses(row, mode, device):
         close(y, function(x))
 
 
-@pytest.mark.parametrize("row", [FAMILY[0], FAMILY[5]], ids=str)
+@pytest.mark.parametrize("row", CLAMPING, ids=str)
 def test_dynamic_shapes_compile_once(row, device):
     function = neighbourhood(row)
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
@@ -80,7 +82,7 @@ def test_dynamic_shapes_compile_once(row, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("row", [row for row in FAMILY if row.op._overloadname == "default"], ids=str)
+@pytest.mark.parametrize("row", [row for row in FAMILY if row.overload == "default"], ids=str)
 def test_no_more_is_saved_than_by_pytorch(row, dtype, device):
     """The forward graph hands as many bytes to the backward graph as with PyTorch's op."""
 
@@ -107,6 +109,7 @@ def test_opcheck(row, device):
     for view in (x, x.t(), x[:, 1:4], x.view(1, 5, 3, 4).to(memory_format=torch.channels_last)):
         torch.library.opcheck(row.op, (view.detach().requires_grad_(), *row.parameters), rtol=1e-6, atol=1e-6)
         torch.library.opcheck(row.with_mask, (view.detach().requires_grad_(), *row.parameters))
+        torch.library.opcheck(row.inplace, (view.clone(), *row.parameters), rtol=1e-6, atol=1e-6)
 
 
 def test_opcheck_masked_scale(device):

@@ -17,6 +17,14 @@ ops = torch.ops.fastact
         "fastact::hardtanh(Tensor self, float min_val=-1., float max_val=1.) -> Tensor",
         "fastact::hardsigmoid(Tensor self) -> Tensor",
         "fastact::hardsigmoid.affine(Tensor self, float alpha, float beta) -> Tensor",
+        "fastact::relu(Tensor self) -> Tensor",
+        "fastact::relu6(Tensor self) -> Tensor",
+        "fastact::leaky_relu(Tensor self, float negative_slope=0.01) -> Tensor",
+        "fastact::hardshrink(Tensor self, float lambd=0.5) -> Tensor",
+        "fastact::softshrink(Tensor self, float lambd=0.5) -> Tensor",
+        "fastact::threshold(Tensor self, float threshold, float value) -> Tensor",
+        "fastact::hardtanh_(Tensor(a!) self, float min_val=-1., float max_val=1.) -> Tensor(a!)",
+        "fastact::hardsigmoid_.affine(Tensor(a!) self, float alpha, float beta) -> Tensor(a!)",
         "fastact::hardtanh_with_mask(Tensor self, float min_val, float max_val) -> (Tensor output, Tensor mask)",
         "fastact::hardsigmoid_with_mask(Tensor self) -> (Tensor output, Tensor mask)",
         "fastact::hardsigmoid_with_mask.affine(Tensor self, float alpha, float beta) -> (Tensor output, Tensor mask)",
@@ -49,6 +57,13 @@ def test_a_mode_sees_the_packed_ops(device):
     with Log() as log, torch.no_grad():
         activations_cuda.hardtanh(x)
     assert log.names == ["fastact.hardtanh.default"]
+    with Log() as log:
+        activations_cuda.hardtanh(x * 1, inplace=True).sum().backward()
+    assert "fastact.hardtanh_with_mask.default" in log.names
+    assert "fastact.masked_scale.default" in log.names
+    with Log() as log, torch.no_grad():
+        activations_cuda.hardtanh(x.detach(), inplace=True)
+    assert "fastact.hardtanh_.default" in log.names
     with FlopCounterMode(display=False):
         assert_same_values(activations_cuda.hardtanh(x), y)
 

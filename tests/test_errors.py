@@ -1,5 +1,7 @@
 """What bad input raises: PyTorch's own exception type where it has one, the op's name, what was expected and what came."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,10 +29,10 @@ def test_dtypes_without_order(row, dtype, device):
     for mode in (torch.enable_grad, torch.inference_mode):
         with (
             mode(),
-            pytest.raises(NotImplementedError, match=r"hard\w+: expected a tensor of real numbers, got \w+"),
+            pytest.raises(NotImplementedError, match=rf"{row.name}: expected a tensor of real numbers, got \w+"),
         ):
             row(x)
-    if row.op._overloadname == "default":  # PyTorch has this op
+    if row.overload == "default":  # PyTorch has this op
         with pytest.raises(RuntimeError):  # of which NotImplementedError is a kind
             row.reference(x)
 
@@ -44,15 +46,38 @@ def test_hardsigmoid_of_other_dtypes_raises_what_pytorch_raises(dtype, device):
         activations_cuda.hardsigmoid(x)
     assert str(raised.value) == str(expected.value)
     with pytest.raises(NotImplementedError, match=r"hardsigmoid: expected a floating-point tensor, got \w+"):
-        activations_cuda.hardsigmoid(x, 0.2, 0.5)
+        activations_cuda.hardsigmoid(x, alpha=0.2, beta=0.5)
     with pytest.raises(NotImplementedError, match="hardsigmoid_with_mask: expected a float64, float32, float16 or bfloat16"):
         ops.hardsigmoid_with_mask(x)
+
+
+@pytest.mark.parametrize("lambd", [-1.0, float("inf"), float("nan")])
+def test_lambd_that_softshrink_refuses(lambd, device):
+    """In PyTorch's own words, or where PyTorch says nothing, in ours."""
+    x = torch.randn(3, device=device)
+    try:
+        F.softshrink(x, lambd)
+        expected, message = ValueError, "softshrink: expected a finite lambd >= 0, got"
+    except RuntimeError as error:
+        expected, message = RuntimeError, re.escape(str(error))
+    for tensor in (x, x.clone().requires_grad_()):
+        with pytest.raises(expected, match=message):
+            activations_cuda.softshrink(tensor, lambd)
+    with pytest.raises(expected, match=message):
+        activations_cuda.softshrink(x.clone(), lambd, inplace=True)
+    with pytest.raises(ValueError, match="softshrink: expected a finite lambd >= 0, got"):
+        ops.softshrink_with_mask(x, lambd)
+
+
+def test_negative_lambd_of_hardshrink_does_what_pytorch_does(device):
+    x = torch.randn(99, device=device)
+    assert torch.equal(activations_cuda.hardshrink(x, -1.0), F.hardshrink(x, -1.0))
 
 
 @pytest.mark.parametrize("alpha, beta", [(0.0, 0.5), (float("nan"), 0.5), (0.2, float("nan"))])
 def test_affine_parameters(alpha, beta, device):
     with pytest.raises(ValueError, match="hardsigmoid: expected a number other than 0 for alpha and a number for beta, got"):
-        activations_cuda.hardsigmoid(torch.randn(3, device=device), alpha, beta)
+        activations_cuda.hardsigmoid(torch.randn(3, device=device), alpha=alpha, beta=beta)
 
 
 @pytest.mark.parametrize("parameters", [{"alpha": 0.2}, {"beta": 0.5}])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import activations_cuda.__main__ as main
+import activations_cuda.demo as main
 
 
 def test_as_a_command():

@@ -1,12 +1,12 @@
-// What the ops accept. Everything else either raises here, naming the op, or is PyTorch's own op's to handle.
+// What the kernels take, and who answers for the rest: PyTorch's own op, or an error that names the op.
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/OpMathType.h>
 
 #include <cmath>
 #include <limits>
 #include <string>
+#include <type_traits>
 
 #include "../activations.h"
 #include "../mask.h"
@@ -24,52 +24,64 @@ std::string join(Parameters... parameters) {
   return text;
 }
 
-template <class Op, class... Parameters>
-void check_arguments(const at::Tensor& self, Parameters... parameters) {
-  const auto dtype = self.scalar_type();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      dtype != at::kBool && !at::isComplexType(dtype), Op::name, ": expected a tensor of real numbers, got ", dtype);
-  using Activation = typename Op::template Activation<double>;
-  TORCH_CHECK_VALUE(
-      Activation::accepts(parameters...), Op::name, ": expected ", Activation::requirement, ", got ", join(parameters...));
-}
-
 template <class T>
 double largest() {
   return static_cast<double>(std::numeric_limits<T>::max());
 }
 
-// The range PyTorch's op has for parameters: the dtype's on the CPU, opmath's on other devices.
-inline double parameter_range(const at::Tensor& self) {
-  const auto dtype = self.is_cpu() ? self.scalar_type() : at::toOpMathType(self.scalar_type());
-  return dtype == at::kDouble     ? largest<double>()
-         : dtype == at::kHalf     ? largest<c10::Half>()
-         : dtype == at::kBFloat16 ? largest<c10::BFloat16>()
-                                  : largest<float>();
-}
-
-// NaN means nothing to the kernels' comparisons, and beyond its range PyTorch's op raises. Both are PyTorch's op's to answer.
-inline bool kernels_take(const at::Tensor& self, double parameter) {
-  return std::isinf(parameter) || std::abs(parameter) <= parameter_range(self);
+// Infinite parameters mean to the kernels what they mean to PyTorch. NaN does not, and beyond the range of the dtype PyTorch's
+// ops raise or round to infinity, one or the other: PyTorch's op answers for both.
+inline bool kernels_take(at::ScalarType dtype, double parameter) {
+  const double range = dtype == at::kDouble     ? largest<double>()
+                       : dtype == at::kHalf     ? largest<c10::Half>()
+                       : dtype == at::kBFloat16 ? largest<c10::BFloat16>()
+                                                : largest<float>();
+  return std::isinf(parameter) || std::abs(parameter) <= range;
 }
 
 // Whether PyTorch's own op must answer, since the kernels don't take this dtype or these parameters.
 template <class Op, class... Parameters>
 bool belongs_to_pytorch(const at::Tensor& self, Parameters... parameters) {
-  check_arguments<Op>(self, parameters...);
-  return !(kernels_take(self.scalar_type()) && (kernels_take(self, parameters) && ...));
+  const auto dtype = self.scalar_type();
+  return !(
+      kernels_take(dtype) && Op::template Activation<double>::accepts(parameters...) &&
+      (kernels_take(dtype, parameters) && ...));
+}
+
+template <class Op, class... Parameters>
+void check_parameters(Parameters... parameters) {
+  using Activation = typename Op::template Activation<double>;
+  TORCH_CHECK_VALUE(
+      Activation::accepts(parameters...), Op::name, ": expected ", Activation::requirement, ", got ", join(parameters...));
+}
+
+// PyTorch's own op, for what belongs to it. It raises what its users know; where it would not, this does.
+template <class Op, class... Parameters>
+at::Tensor pytorch(const at::Tensor& self, Parameters... parameters) {
+  const auto dtype = self.scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      dtype != at::kBool && !at::isComplexType(dtype), Op::name, ": expected a tensor of real numbers, got ", dtype);
+  if constexpr (std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>>) {
+    check_parameters<Op>(parameters...);
+    TORCH_CHECK_NOT_IMPLEMENTED(kernels_take(dtype), Op::name, ": expected a floating-point tensor, got ", dtype);
+    TORCH_CHECK_VALUE(false, Op::name, ": expected numbers within the range of ", dtype, ", got ", join(parameters...));
+  } else {
+    at::Tensor output = Op::pytorch(self, parameters...);
+    check_parameters<Op>(parameters...);
+    return output;
+  }
 }
 
 // For the ops that write a mask: no op of PyTorch's could step in.
 template <class Op, class... Parameters>
 void check_arguments_with_mask(const at::Tensor& self, Parameters... parameters) {
-  check_arguments<Op>(self, parameters...);
+  const auto dtype = self.scalar_type();
   TORCH_CHECK_NOT_IMPLEMENTED(
-      kernels_take(self.scalar_type()), Op::name, "_with_mask: expected a float64, float32, float16 or bfloat16 tensor, got ",
-      self.scalar_type());
+      kernels_take(dtype), Op::name, "_with_mask: expected a float64, float32, float16 or bfloat16 tensor, got ", dtype);
+  check_parameters<Op>(parameters...);
   TORCH_CHECK_VALUE(
-      (kernels_take(self, parameters) && ...), Op::name, "_with_mask: expected numbers within the range of ",
-      self.scalar_type(), ", got ", join(parameters...));
+      (kernels_take(dtype, parameters) && ...), Op::name, "_with_mask: expected numbers within the range of ", dtype, ", got ",
+      join(parameters...));
 }
 
 inline void check_mask(const at::Tensor& grad, const at::Tensor& mask) {

@@ -13,4 +13,13 @@ bool needs_derivative(const at::Tensor& self);
 // Makes `output`, of which `mask` tells what was inside, a differentiable function of `self`.
 void record(const at::Tensor& self, const at::Tensor& output, const at::Tensor& mask, Slopes slopes);
 
+// Raises where autograd forbids that `self` is written to.
+void check_inplace(const at::Tensor& self);
+
+// The same for `self` that was written to; `mask` has the memory order of `ordered`.
+void record_inplace(const at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes);
+
+// For an op that wrote to `self` where nobody wants a derivative.
+void record_inplace(const at::Tensor& self);
+
 }  // namespace fastact

@@ -15,8 +15,8 @@ constexpr std::nullptr_t none = nullptr;
 
 #define ACTIVATION(op, overload_name, F, parameter_list, pytorch_op) \
   struct F##Op {                                                     \
-    template <class scalar_t>                                        \
-    using Activation = F<scalar_t>;                                  \
+    template <class scalar_t, Device device = Device::cpu>           \
+    using Activation = F<scalar_t, device>;                          \
     static constexpr const char* name = #op;                         \
     static constexpr const char* overload = #overload_name;          \
     static constexpr const char* parameters = parameter_list;        \

@@ -1,7 +1,6 @@
 // The Python module `activations_cuda._C`. Loading it registers the ops; what it holds itself is how it was built, and for each
 // member of the family a direct way in: a call through torch.ops costs a microsecond more than the op itself.
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -9,9 +8,11 @@
 
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "family.h"
+#include "find.h"
 
 #if defined(FASTACT_CUDA)
 #include <cuda.h>
@@ -22,45 +23,57 @@ namespace py = pybind11;
 namespace fastact {
 namespace {
 
-// A plain C function of the interpreter, all arguments by position: pybind11's own calling convention costs a fifth of a call.
-template <class Op, class... Parameters>
-struct Function {
-  static PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-    return unpack_and_call(arguments, count, std::index_sequence_for<Parameters...>());
-  }
+// Named after the op and its overload: hardsigmoid, hardsigmoid_affine; in place hardsigmoid_, hardsigmoid_affine_.
+template <class Op, bool inplace>
+std::string function_name() {
+  return std::string(Op::name) + (Op::overload[0] == '\0' ? "" : "_") + Op::overload + (inplace ? "_" : "");
+}
 
- private:
-  template <size_t... Index>
-  static PyObject* unpack_and_call(PyObject* const* arguments, Py_ssize_t count, std::index_sequence<Index...>) {
-    HANDLE_TH_ERRORS
-    constexpr Py_ssize_t expected = 1 + sizeof...(Index);
-    TORCH_CHECK_TYPE(count == expected, Op::name, ": expected ", expected, " arguments, got ", count);
-    if (!THPVariable_CheckExact(arguments[0]) || at::impl::torch_function_mode_enabled()) {
-      // A subclass's or a mode's __torch_function__ must see the op; what is no tensor at all gets torch.ops' own error.
-      const py::object packet = py::module_::import("torch").attr("ops").attr("fastact").attr(Op::name);
-      const py::object op = packet.attr(Op::overload[0] == '\0' ? "default" : Op::overload);
-      return PyObject_Vectorcall(op.ptr(), arguments, count, nullptr);
+template <bool inplace>
+struct Functions {
+  using Self = std::conditional_t<inplace, at::Tensor&, const at::Tensor&>;
+  using Output = std::conditional_t<inplace, at::Tensor&, at::Tensor>;
+
+  // A plain C function of the interpreter, all arguments by position: pybind11's own calling convention costs a fifth of a
+  // call.
+  template <class Op, class... Parameters>
+  struct Function {
+    static PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+      return unpack_and_call(arguments, count, std::index_sequence_for<Parameters...>());
     }
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow((std::string("fastact::") + Op::name).c_str(), Op::overload)
-                               .template typed<at::Tensor(const at::Tensor&, Parameters...)>();
-    const at::Tensor& self = THPVariable_Unpack(arguments[0]);
-    const std::tuple<Parameters...> parameters{THPUtils_unpackDouble(arguments[1 + Index])...};
-    at::Tensor output;
-    {
-      const py::gil_scoped_release no_gil;
-      output = op.call(self, std::get<Index>(parameters)...);
+
+   private:
+    template <size_t... Index>
+    static PyObject* unpack_and_call(PyObject* const* arguments, Py_ssize_t count, std::index_sequence<Index...>) {
+      HANDLE_TH_ERRORS
+      constexpr Py_ssize_t expected = 1 + sizeof...(Index);
+      TORCH_CHECK_TYPE(count == expected, function_name<Op, inplace>(), ": expected ", expected, " arguments, got ", count);
+      static const std::string name = std::string(Op::name) + (inplace ? "_" : "");
+      if (!THPVariable_CheckExact(arguments[0]) || at::impl::torch_function_mode_enabled()) {
+        // A subclass's or a mode's __torch_function__ must see the op; what is no tensor at all gets torch.ops' own error.
+        const py::object packet = py::module_::import("torch").attr("ops").attr("fastact").attr(name.c_str());
+        const py::object op = packet.attr(Op::overload[0] == '\0' ? "default" : Op::overload);
+        return PyObject_Vectorcall(op.ptr(), arguments, count, nullptr);
+      }
+      static const auto op = find<Output(Self, Parameters...)>(name, Op::overload);
+      // An in-place op's signature wants it mutable.
+      auto& self = const_cast<at::Tensor&>(THPVariable_Unpack(arguments[0]));
+      const std::tuple<Parameters...> parameters{THPUtils_unpackDouble(arguments[1 + Index])...};
+      at::Tensor output;
+      {
+        const py::gil_scoped_release no_gil;
+        output = op.call(self, std::get<Index>(parameters)...);
+      }
+      return THPVariable_Wrap(std::move(output));
+      END_HANDLE_TH_ERRORS
     }
-    return THPVariable_Wrap(std::move(output));
-    END_HANDLE_TH_ERRORS
-  }
+  };
 };
 
-// Named after the op and its overload: hardsigmoid, hardsigmoid_affine.
-template <class Op>
+template <class Op, bool inplace>
 PyMethodDef method() {
-  static const std::string name = Op::overload[0] == '\0' ? Op::name : std::string(Op::name) + "_" + Op::overload;
-  const auto function = &WithParameters<Function, Op>::call;
+  static const std::string name = function_name<Op, inplace>();
+  const auto function = &WithParameters<Functions<inplace>::template Function, Op>::call;
   return {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
@@ -70,7 +83,7 @@ PyMethodDef method() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fastact;
   static PyMethodDef methods[] = {
-#define ACTIVATION(op, overload, F, parameters, pytorch) method<F##Op>(),
+#define ACTIVATION(op, overload, F, parameters, pytorch) method<F##Op, false>(), method<F##Op, true>(),
 #include "../family.def"
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) {

@@ -1,7 +1,6 @@
 // The ops of the namespace `fastact`: schemas, and which body serves which dispatch key.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <string>
@@ -11,6 +10,7 @@
 #include "autograd.h"
 #include "composite.h"
 #include "family.h"
+#include "find.h"
 #include "packed.h"
 
 namespace fastact {
@@ -29,7 +29,7 @@ bool is_plain(const Tensor& tensor) {
   return keys == DispatchKeySet(DispatchKey::CPU) || keys == DispatchKeySet(DispatchKey::CUDA);
 }
 
-// Goes on below autograd: for a plain tensor that nobody watches (a dispatch mode, say) with kernel(device), which the
+// Goes on below autograd: for a plain tensor that nobody watches (a dispatch mode, say) with kernel(backend), which the
 // dispatcher would call next and need not look up again; else with redispatch(keys).
 template <class Kernel, class Redispatch>
 auto below_autograd(DispatchKeySet keys, const Kernel& kernel, const Redispatch& redispatch) {
@@ -47,44 +47,45 @@ auto below_autograd(DispatchKeySet keys, const Kernel& kernel, const Redispatch&
   }
 }
 
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find(const std::string& name, const char* overload = "") {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(("fastact::" + name).c_str(), overload).typed<Signature>();
-}
-
 // What the dispatcher calls for one member of the family; `Parameters` are as many doubles as its struct is made from.
 template <class Op, class... Parameters>
 struct Kernels {
-  static Tensor pytorch(const Tensor& self, Parameters... parameters) {
-    if constexpr (std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>>) {
-      TORCH_CHECK_NOT_IMPLEMENTED(
-          kernels_take(self.scalar_type()), Op::name, ": expected a floating-point tensor, got ", self.scalar_type());
-      TORCH_CHECK_VALUE(
-          false, Op::name, ": expected numbers within the range of ", self.scalar_type(), ", got ", join(parameters...));
-    } else {
-      return Op::pytorch(self, parameters...);
-    }
-  }
+  static Slopes slopes(Parameters... parameters) { return typename Op::template Activation<double>(parameters...).slopes(); }
 
   static Tensor composite(const Tensor& self, Parameters... parameters) {
     if (belongs_to_pytorch<Op>(self, parameters...)) {
-      return pytorch(self, parameters...);
+      return pytorch<Op>(self, parameters...);
     }
     return fastact::composite<Op>(self, parameters...);
   }
 
-  template <class Device>
-  static Tensor packed(const Tensor& self, Parameters... parameters) {
-    if (belongs_to_pytorch<Op>(self, parameters...)) {
-      return pytorch(self, parameters...);
-    }
-    return fastact::packed<Op, Device>(self, parameters...);
+  static Tensor& composite_inplace(Tensor& self, Parameters... parameters) {
+    // PyTorch's op keeps its input for backward, and that is about to be written to.
+    const bool keeps_input = belongs_to_pytorch<Op>(self, parameters...);
+    return self.copy_(composite(keeps_input ? self.clone() : self, parameters...));
   }
 
-  template <class Device>
+  template <class Backend>
+  static Tensor packed(const Tensor& self, Parameters... parameters) {
+    if (belongs_to_pytorch<Op>(self, parameters...)) {
+      return pytorch<Op>(self, parameters...);
+    }
+    return fastact::packed<Op, Backend>(self, parameters...);
+  }
+
+  template <class Backend>
+  static Tensor& packed_inplace(Tensor& self, Parameters... parameters) {
+    if (belongs_to_pytorch<Op>(self, parameters...)) {
+      return composite_inplace(self, parameters...);
+    }
+    fastact::packed_inplace<Op, Backend>(self, parameters...);
+    return self;
+  }
+
+  template <class Backend>
   static OutputAndMask packed_with_mask(const Tensor& self, Parameters... parameters) {
     check_arguments_with_mask<Op>(self, parameters...);
-    return fastact::packed_with_mask<Op, Device>(self, parameters...);
+    return fastact::packed_with_mask<Op, Backend>(self, parameters...);
   }
 
   static OutputAndMask meta_with_mask(const Tensor& self, Parameters... parameters) {
@@ -99,10 +100,10 @@ struct Kernels {
       return composite(self, parameters...);
     }
     if (needs_derivative(self)) {
-      return std::get<0>(autograd_with_mask(keys, self, parameters...));
+      return std::get<0>(recorded_with_mask(keys, self, parameters...));
     }
     return below_autograd(
-        keys, [&](auto device) { return fastact::packed<Op, decltype(device)>(self, parameters...); },
+        keys, [&](auto backend) { return fastact::packed<Op, decltype(backend)>(self, parameters...); },
         [&](DispatchKeySet below) {
           static const auto op = find<Tensor(const Tensor&, Parameters...)>(Op::name, Op::overload);
           return op.redispatch(below, self, parameters...);
@@ -110,23 +111,68 @@ struct Kernels {
   }
 
   static OutputAndMask autograd_with_mask(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
+    check_arguments_with_mask<Op>(self, parameters...);
+    return recorded_with_mask(keys, self, parameters...);
+  }
+
+  static Tensor& autograd_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
+    if (!is_plain(self) || belongs_to_pytorch<Op>(self, parameters...)) {
+      return composite_inplace(self, parameters...);
+    }
+    check_inplace(self);
+    if (needs_derivative(self)) {
+      const auto [ordered, mask] = below_autograd(
+          keys, [&](auto backend) { return packed_inplace_with_mask<Op, decltype(backend)>(self, parameters...); },
+          [&](DispatchKeySet below) {
+            auto result = redispatch_with_mask(below, self, parameters...);
+            self.copy_(std::get<0>(result));
+            return result;
+          });
+      record_inplace(self, ordered, mask, slopes(parameters...));
+    } else {
+      below_autograd(
+          keys, [&](auto backend) { fastact::packed_inplace<Op, decltype(backend)>(self, parameters...); },
+          [&](DispatchKeySet below) { redispatch_inplace(below, self, parameters...); });
+      record_inplace(self);
+    }
+    return self;
+  }
+
+  // Where autograd itself is out of the way (inference mode), the tensor's version counts on all the same.
+  static Tensor& version_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
+    {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      redispatch_inplace(keys & c10::after_ADInplaceOrView_keyset, self, parameters...);
+    }
+    record_inplace(self);
+    return self;
+  }
+
+ private:
+  static OutputAndMask recorded_with_mask(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
     auto result = below_autograd(
-        keys, [&](auto device) { return packed_with_mask<decltype(device)>(self, parameters...); },
-        [&](DispatchKeySet below) {
-          static const auto op =
-              find<OutputAndMask(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_mask", Op::overload);
-          return op.redispatch(below, self, parameters...);
-        });
-    const typename Op::template Activation<double> f(parameters...);
-    record(self, std::get<0>(result), std::get<1>(result), f.slopes());
+        keys, [&](auto backend) { return fastact::packed_with_mask<Op, decltype(backend)>(self, parameters...); },
+        [&](DispatchKeySet below) { return redispatch_with_mask(below, self, parameters...); });
+    record(self, std::get<0>(result), std::get<1>(result), slopes(parameters...));
     return result;
+  }
+
+  static OutputAndMask redispatch_with_mask(DispatchKeySet below, const Tensor& self, Parameters... parameters) {
+    static const auto op =
+        find<OutputAndMask(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_mask", Op::overload);
+    return op.redispatch(below, self, parameters...);
+  }
+
+  static void redispatch_inplace(DispatchKeySet below, Tensor& self, Parameters... parameters) {
+    static const auto op = find<Tensor&(Tensor&, Parameters...)>(std::string(Op::name) + "_", Op::overload);
+    op.redispatch(below, self, parameters...);
   }
 };
 
-template <class Device>
+template <class Backend>
 Tensor masked_scale(const Tensor& grad, const Tensor& mask, double inside, double outside) {
   check_mask(grad, mask);
-  return packed_masked_scale<Device>(grad, mask, inside, outside);
+  return packed_masked_scale<Backend>(grad, mask, inside, outside);
 }
 
 Tensor meta_masked_scale(const Tensor& grad, const Tensor& mask, double, double) {
@@ -136,7 +182,7 @@ Tensor meta_masked_scale(const Tensor& grad, const Tensor& mask, double, double)
 
 Tensor autograd_masked_scale(DispatchKeySet keys, const Tensor& grad, const Tensor& mask, double inside, double outside) {
   Tensor output = below_autograd(
-      keys, [&](auto device) { return masked_scale<decltype(device)>(grad, mask, inside, outside); },
+      keys, [&](auto backend) { return masked_scale<decltype(backend)>(grad, mask, inside, outside); },
       [&](DispatchKeySet below) {
         static const auto op = find<Tensor(const Tensor&, const Tensor&, double, double)>("masked_scale");
         return op.redispatch(below, grad, mask, inside, outside);
@@ -153,23 +199,31 @@ std::string without_defaults(std::string parameters) {
   return parameters;
 }
 
-// For Op = HardtanhOp: hardtanh(Tensor self, float min_val=-1., float max_val=1.) -> Tensor, and hardtanh_with_mask, whose
-// parameters have no defaults.
+// For Op = HardtanhOp: hardtanh(Tensor self, float min_val=-1., float max_val=1.) -> Tensor, hardtanh_, which works in place,
+// and hardtanh_with_mask, whose parameters have no defaults.
 template <class Op>
 void define(torch::Library& library) {
   using K = WithParameters<Kernels, Op>;
   const std::string overload = Op::overload[0] == '\0' ? "" : std::string(".") + Op::overload;
   const std::string parameters = Op::parameters[0] == '\0' ? "" : std::string(", ") + Op::parameters;
-
-  const std::string name = Op::name + overload;
-  library.def((name + "(Tensor self" + parameters + ") -> Tensor").c_str());
   const auto implement = [&](const std::string& op, DispatchKey key, auto* kernel) {
     library.impl(op.c_str(), torch::dispatch(key, kernel));
   };
+
+  const std::string name = Op::name + overload;
+  library.def((name + "(Tensor self" + parameters + ") -> Tensor").c_str());
   implement(name, DispatchKey::CPU, &K::template packed<Cpu>);
   implement(name, DispatchKey::Autograd, &K::autograd);
   implement(name, DispatchKey::CompositeImplicitAutograd, &K::composite);
   implement(name, DispatchKey::FuncTorchBatched, &K::composite);
+
+  const std::string inplace = std::string(Op::name) + "_" + overload;
+  library.def((inplace + "(Tensor(a!) self" + parameters + ") -> Tensor(a!)").c_str());
+  implement(inplace, DispatchKey::CPU, &K::template packed_inplace<Cpu>);
+  implement(inplace, DispatchKey::ADInplaceOrView, &K::version_inplace);
+  implement(inplace, DispatchKey::Autograd, &K::autograd_inplace);
+  implement(inplace, DispatchKey::CompositeImplicitAutograd, &K::composite_inplace);
+  implement(inplace, DispatchKey::FuncTorchBatched, &K::composite_inplace);
 
   const std::string with_mask = std::string(Op::name) + "_with_mask" + overload;
   const std::string required = without_defaults(parameters);
@@ -179,6 +233,7 @@ void define(torch::Library& library) {
   implement(with_mask, DispatchKey::Autograd, &K::autograd_with_mask);
 #if defined(FASTACT_CUDA)
   implement(name, DispatchKey::CUDA, &K::template packed<Cuda>);
+  implement(inplace, DispatchKey::CUDA, &K::template packed_inplace<Cuda>);
   implement(with_mask, DispatchKey::CUDA, &K::template packed_with_mask<Cuda>);
 #endif
 }

@@ -5,10 +5,12 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "../kernels.h"
 #include "../mask.h"
@@ -27,6 +29,8 @@ namespace fastact {
 // What differs between the devices: how memory is allocated and how a kernel is run. Memory comes from the allocators
 // themselves: at 64 elements a call of at::empty_like through the dispatcher is a tenth of the whole op.
 struct Cpu {
+  static constexpr Device device = Device::cpu;
+
   // As at::empty_like.
   static at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
     if (format != at::MemoryFormat::Preserve) {
@@ -66,6 +70,8 @@ struct Cpu {
 
 #if defined(FASTACT_CUDA)
 struct Cuda {
+  static constexpr Device device = Device::cuda;
+
   // As at::empty_like.
   static at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
     if (format != at::MemoryFormat::Preserve) {
@@ -97,7 +103,7 @@ struct Cuda {
 };
 #endif
 
-template <class Op, class Device, class... Parameters>
+template <class Op, class Backend, class... Parameters>
 void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parameters... parameters) {
   if (output.numel() == 0) {
     return;
@@ -105,30 +111,55 @@ void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parame
   const auto [source, rows] = source_of(self, output);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, output.scalar_type(), Op::name, [&, &source = source, &rows = rows] {
-        Device::forward(
-            output, typename Op::template Activation<scalar_t>(parameters...), source.template const_data_ptr<scalar_t>(), rows,
-            output.mutable_data_ptr<scalar_t>(), mask, output.numel());
+        Backend::forward(
+            output, typename Op::template Activation<scalar_t, Backend::device>(parameters...),
+            source.template const_data_ptr<scalar_t>(), rows, output.mutable_data_ptr<scalar_t>(), mask, output.numel());
       });
 }
 
-template <class Op, class Device, class... Parameters>
+template <class Op, class Backend, class... Parameters>
 at::Tensor packed(const at::Tensor& self, Parameters... parameters) {
-  at::Tensor output = Device::empty(self, output_format<Op>(self));
-  run<Op, Device>(self, output, nullptr, parameters...);
+  at::Tensor output = Backend::empty(self, output_format<Op>(self));
+  run<Op, Backend>(self, output, nullptr, parameters...);
   return output;
 }
 
-template <class Op, class Device, class... Parameters>
+template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_with_mask(const at::Tensor& self, Parameters... parameters) {
-  at::Tensor output = Device::empty(self, output_format<Op>(self));
-  at::Tensor mask = Device::empty_mask(self);
-  run<Op, Device>(self, output, mask.mutable_data_ptr<uint8_t>(), parameters...);
+  at::Tensor output = Backend::empty(self, output_format<Op>(self));
+  at::Tensor mask = Backend::empty_mask(self);
+  run<Op, Backend>(self, output, mask.mutable_data_ptr<uint8_t>(), parameters...);
   return {std::move(output), std::move(mask)};
 }
 
-template <class Device>
+// In place.
+template <class Op, class Backend, class... Parameters>
+void packed_inplace(const at::Tensor& self, Parameters... parameters) {
+  at::assert_no_internal_overlap(self);
+  if (self.is_non_overlapping_and_dense()) {
+    run<Op, Backend>(self, self, nullptr, parameters...);
+  } else {
+    self.copy_(packed<Op, Backend>(self, parameters...));
+  }
+}
+
+// In place. Returns beside the mask the tensor whose memory order it has: `self`, or where that isn't dense, a dense copy.
+template <class Op, class Backend, class... Parameters>
+std::tuple<at::Tensor, at::Tensor> packed_inplace_with_mask(const at::Tensor& self, Parameters... parameters) {
+  at::assert_no_internal_overlap(self);
+  if (self.is_non_overlapping_and_dense()) {
+    at::Tensor mask = Backend::empty_mask(self);
+    run<Op, Backend>(self, self, mask.mutable_data_ptr<uint8_t>(), parameters...);
+    return {self, std::move(mask)};
+  }
+  auto result = packed_with_mask<Op, Backend>(self, parameters...);
+  self.copy_(std::get<0>(result));
+  return result;
+}
+
+template <class Backend>
 at::Tensor packed_masked_scale(const at::Tensor& grad, const at::Tensor& mask, double inside, double outside) {
-  at::Tensor output = Device::empty(grad, elementwise_format(grad));
+  at::Tensor output = Backend::empty(grad, elementwise_format(grad));
   if (output.numel() == 0) {
     return output;
   }
@@ -136,7 +167,7 @@ at::Tensor packed_masked_scale(const at::Tensor& grad, const at::Tensor& mask, d
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, output.scalar_type(), "masked_scale", [&, &source = source, &rows = rows] {
         using T = opmath_t<scalar_t>;
-        Device::masked_scale(
+        Backend::masked_scale(
             output, source.template const_data_ptr<scalar_t>(), rows, mask.const_data_ptr<uint8_t>(),
             output.mutable_data_ptr<scalar_t>(), static_cast<T>(inside), static_cast<T>(outside), output.numel());
       });

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 
 #include "../kernels.h"
 
@@ -19,18 +20,12 @@ inline at::MemoryFormat elementwise_format(const at::Tensor& self) {
                                                               : at::MemoryFormat::Preserve;
 }
 
-// PyTorch's hardtanh alone allocates with empty_like, which differs from TensorIterator in the strides of dimensions of size 1.
-constexpr bool is_hardtanh(decltype(&at::hardtanh) op) {
-  return op == &at::hardtanh;
-}
-template <class Other>
-constexpr bool is_hardtanh(const Other&) {
-  return false;
-}
-
+// PyTorch's hardtanh, and with it relu6, allocates with empty_like, which differs from TensorIterator in the strides of
+// dimensions of size 1.
 template <class Op>
 at::MemoryFormat output_format(const at::Tensor& self) {
-  return is_hardtanh(Op::pytorch) ? at::MemoryFormat::Preserve : elementwise_format(self);
+  using Activation = typename Op::template Activation<double>;
+  return std::is_base_of_v<Hardtanh<double, Device::cpu>, Activation> ? at::MemoryFormat::Preserve : elementwise_format(self);
 }
 
 // The input's elements in the memory order of `output`, if they lie in rows: the dimensions that are inner in the output's

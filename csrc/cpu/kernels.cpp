@@ -88,7 +88,7 @@ inline const scalar_t* in_one_piece(const scalar_t* x, Rows rows, int64_t begin,
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FASTACT_F16C __attribute__((target("avx,f16c")))
 
-FASTACT_F16C void widen_f16c(const c10::Half* x, float* to, int64_t n) {
+FASTACT_F16C void convert_f16c(const c10::Half* x, float* to, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
@@ -98,7 +98,7 @@ FASTACT_F16C void widen_f16c(const c10::Half* x, float* to, int64_t n) {
   }
 }
 
-FASTACT_F16C void narrow_f16c(const float* x, c10::Half* to, int64_t n) {
+FASTACT_F16C void convert_f16c(const float* x, c10::Half* to, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
     const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT);
@@ -112,28 +112,15 @@ FASTACT_F16C void narrow_f16c(const float* x, c10::Half* to, int64_t n) {
 const bool has_f16c = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
 #else
 constexpr bool has_f16c = false;
-void widen_f16c(const c10::Half*, float*, int64_t) {}
-void narrow_f16c(const float*, c10::Half*, int64_t) {}
+template <class From, class To>
+void convert_f16c(const From*, To*, int64_t) {}
 #endif
 
-template <class scalar_t>
-inline void widen(const scalar_t* x, float* to, int64_t n) {
-  if constexpr (std::is_same_v<scalar_t, c10::Half>) {
+template <class From, class To>
+inline void convert(const From* x, To* to, int64_t n) {
+  if constexpr (std::is_same_v<From, c10::Half> || std::is_same_v<To, c10::Half>) {
     if (has_f16c) {
-      return widen_f16c(x, to, n);
-    }
-  }
-  FASTACT_VECTORIZE
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = x[i];
-  }
-}
-
-template <class scalar_t>
-inline void narrow(const float* x, scalar_t* to, int64_t n) {
-  if constexpr (std::is_same_v<scalar_t, c10::Half>) {
-    if (has_f16c) {
-      return narrow_f16c(x, to, n);
+      return convert_f16c(x, to, n);
     }
   }
   FASTACT_VECTORIZE
@@ -153,12 +140,12 @@ inline void transform(const scalar_t* x, scalar_t* y, int64_t n, const Function&
     }
   } else {
     T block[kBlock];
-    widen(x, block, n);
+    convert(x, block, n);
     FASTACT_VECTORIZE
     for (int64_t i = 0; i < n; ++i) {
       block[i] = function(block[i], i);
     }
-    narrow(block, y, n);
+    convert(block, y, n);
   }
 }
 
@@ -212,8 +199,9 @@ FASTACT_CLONES void masked_scale(
   }
 }
 
-#define INSTANTIATE_FORWARD(F, scalar_t) \
-  template void forward<F<scalar_t>, scalar_t>(F<scalar_t>, const scalar_t*, Rows, scalar_t*, uint8_t*, int64_t, int64_t);
+#define INSTANTIATE_FORWARD(F, scalar_t)                     \
+  template void forward<F<scalar_t, Device::cpu>, scalar_t>( \
+      F<scalar_t, Device::cpu>, const scalar_t*, Rows, scalar_t*, uint8_t*, int64_t, int64_t);
 #define ACTIVATION(op, overload, F, parameters, pytorch) \
   INSTANTIATE_FORWARD(F, double)                         \
   INSTANTIATE_FORWARD(F, float)                          \

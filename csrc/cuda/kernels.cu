@@ -292,9 +292,9 @@ cudaError_t masked_scale(
   return cudaGetLastError();
 }
 
-#define INSTANTIATE_FORWARD(F, scalar_t)               \
-  template cudaError_t forward<F<scalar_t>, scalar_t>( \
-      F<scalar_t>, const scalar_t*, Rows, scalar_t*, uint8_t*, int64_t, cudaStream_t);
+#define INSTANTIATE_FORWARD(F, scalar_t)                             \
+  template cudaError_t forward<F<scalar_t, Device::cuda>, scalar_t>( \
+      F<scalar_t, Device::cuda>, const scalar_t*, Rows, scalar_t*, uint8_t*, int64_t, cudaStream_t);
 #define ACTIVATION(op, overload, F, parameters, pytorch) \
   INSTANTIATE_FORWARD(F, double)                         \
   INSTANTIATE_FORWARD(F, float)                          \

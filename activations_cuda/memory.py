@@ -1,0 +1,197 @@
+"""What autograd keeps for the backward pass, counted without doing the work: the model runs on fake tensors."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from activations_cuda.conversion import ConvertMode
+
+__all__ = ["LayerMemory", "MemoryReport", "kept_bytes", "memory_report", "require"]
+
+
+def require(name: str):
+    """Import what only the report needs, or say how to install it."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise ImportError(f"the memory report needs {name}: pip install 'activations-cuda[report]'") from None
+
+
+@contextmanager
+def _kept(owner: Callable[[], str], but: tuple = ()):
+    """Yields a dict that gets, for whoever owner() names at the time, the bytes of the storages that autograd keeps; a storage
+    counts once, those of the tensors `but` not at all."""
+    seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in but}
+    kept = defaultdict(int)
+
+    def pack(tensor):
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage not in seen:
+            seen.add(storage)
+            kept[owner()] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def kept_bytes(function: Callable, *arguments) -> int:
+    """The bytes that autograd keeps for the backward pass of function(*arguments)."""
+    with _kept(lambda: "") as kept:
+        output = function(*arguments)
+    del output  # until here it holds all that was counted
+    return kept[""]
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes kept by one module itself, its children's not included."""
+
+    name: str
+    kind: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes that autograd keeps for the backward pass, before and after conversion. Print it for a table.
+
+    ``dataclasses.asdict`` makes plain data of it.
+    """
+
+    layers: tuple[LayerMemory, ...]
+    before: int
+    after: int
+
+    def __str__(self):
+        rows = [(layer.name, layer.kind, layer.before, layer.after) for layer in self.layers]
+        rows.append(("in all", "", self.before, self.after))
+        cells = [
+            (name, kind, f"{before / 2**20:.1f}", f"{after / 2**20:.1f}", f"{after / before - 1:+.0%}" if before else "")
+            for name, kind, before, after in rows
+        ]
+        headers = ("layer", "", "before, MiB", "after, MiB", "")
+        align = ("left", "left", "right", "right", "right")
+        return require("tabulate").tabulate(cells, headers=headers, colalign=align, disable_numparse=True)
+
+    def plot(self, path):
+        """Draw a bar chart of the layers into a file whose suffix tells the format."""
+        require("matplotlib").use("Agg", force=False)
+        plt = require("matplotlib.pyplot")
+        figure, axes = plt.subplots(figsize=(8, 2 + 0.2 * len(self.layers)), layout="constrained")
+        places = range(len(self.layers))
+        for offset, label, color in ((-0.2, "before", "tab:gray"), (0.2, "after", "tab:blue")):
+            total = getattr(self, label) / 2**20
+            axes.barh(
+                [place + offset for place in places],
+                [getattr(layer, label) / 2**20 for layer in self.layers],
+                0.4,
+                label=f"{label}: {total:.0f} MiB in all",
+                color=color,
+            )
+        axes.set_yticks(places, [f"{layer.name} {layer.kind}" for layer in self.layers], fontsize=6)
+        axes.set(xlabel="MiB kept for backward", ylim=(len(self.layers), -1))
+        axes.legend()
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+class _PyTorchsOps(TorchFunctionMode):
+    """Turns this package's ops into PyTorch's functions: what a converted model was before."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", None) == "fastact" and func._overloadname == "default":
+            name = func._schema.name.removeprefix("fastact::")
+            if name not in ("hardshrink_", "softshrink_"):  # which PyTorch doesn't have
+                func = getattr(nn.functional, name.removesuffix("_"))
+                kwargs = kwargs | ({"inplace": True} if name.endswith("_") else {})
+        return func(*args, **kwargs)
+
+
+class _PackedOps(TorchFunctionMode):
+    """Makes this package's ops keep on fake tensors what they keep on real ones; else they would be traced."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "namespace", None) == "fastact":
+            name = func._schema.name.removeprefix("fastact::")
+            with_mask = getattr(getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask"), func._overloadname)
+            output, _ = with_mask(*args, **(kwargs or {}))
+            return args[0].copy_(output) if name.endswith("_") else output
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _current_module(model):
+    """Yields a function that names the module of `model` whose forward is running."""
+    names = {module: name for name, module in model.named_modules()}
+    running = [""]
+
+    def enter(module, _):
+        running.append(names.get(module, running[-1]))
+
+    def leave(module, *_):
+        running.pop()
+
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True):
+        yield lambda: running[-1]
+
+
+def _count(model, inputs, *modes):
+    """The bytes that each module keeps, on fake tensors that stand for the model's and the inputs."""
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
+
+    def fake_like(tensor):
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+        fake_state = {name: fake_mode.from_tensor(tensor) for name, tensor in state.items()}
+        fake_inputs = tree_map_only(torch.Tensor, fake_like, inputs)
+        with ExitStack() as stack:
+            kept = stack.enter_context(_kept(stack.enter_context(_current_module(model)), but=tuple(fake_state.values())))
+            for mode in modes:
+                stack.enter_context(mode)
+            output = torch.func.functional_call(model, fake_state, fake_inputs)
+    del output  # until here it holds all that was counted
+    return kept
+
+
+def memory_report(model: nn.Module, *example_inputs) -> MemoryReport:
+    """What autograd keeps for a model's backward pass, layer by layer, before and after conversion.
+
+    Runs the model's forward pass twice on fake tensors: needs no GPU, no memory and next to no time, and leaves the model as it
+    is, converted or not. What several layers share counts once, with the first; parameters and buffers, which are there
+    anyway, don't count. Before means PyTorch's own activations, after those that :func:`~activations_cuda.convert` and
+    :class:`~activations_cuda.ConvertMode` reach by default.
+
+    Args:
+        model: the model, in training mode if that is what is asked about.
+        example_inputs: the arguments of its forward pass. Of tensors only shape, strides, dtype and requires_grad matter, so
+            ``torch.empty(256, 3, 224, 224, device="meta")`` will do.
+
+    Raises:
+        TypeError: not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memory_report: expected a torch.nn.Module, got {type(model).__name__}")
+    before = _count(model, example_inputs, _PyTorchsOps())
+    after = _count(model, example_inputs, _PackedOps(), ConvertMode())
+    layers = tuple(
+        LayerMemory(name, type(module).__name__, before[name], after[name])
+        for name, module in model.named_modules()
+        if before[name] or after[name]
+    )
+    return MemoryReport(layers, sum(before.values()), sum(after.values()))

@@ -1,0 +1,15 @@
+// This library's ops, to be called or redispatched from C++.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+
+namespace fastact {
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find(const std::string& name, const char* overload = "") {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(("fastact::" + name).c_str(), overload).typed<Signature>();
+}
+
+}  // namespace fastact

@@ -1,0 +1,142 @@
+"""The memory report: what it counts, and the command that prints it."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import activations_cuda
+from activations_cuda.__main__ import main
+from activations_cuda.memory import LayerMemory, kept_bytes
+
+MIB = 2**20
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.act = nn.ReLU6(inplace=True)
+
+    def forward(self, x):
+        return F.hardtanh(self.act(self.norm(self.linear(x))) * 2)
+
+
+ELEMENTS = 4096 * 64
+
+
+def test_counts_by_layer():
+    report = activations_cuda.memory_report(Net(), torch.empty(4096, 64, device="meta"))
+    layers = {layer.name: layer for layer in report.layers}
+    assert layers["linear"] == LayerMemory("linear", "Linear", 4 * ELEMENTS, 4 * ELEMENTS)
+    assert layers["act"] == LayerMemory("act", "ReLU6", 4 * ELEMENTS, ELEMENTS // 8)
+    assert layers[""] == LayerMemory("", "Net", 4 * ELEMENTS, ELEMENTS // 8)  # the function that it calls itself
+    assert layers["norm"].before == layers["norm"].after == 4 * ELEMENTS + 2 * 64 * 4  # its input, mean and deviation
+    assert report.before == sum(layer.before for layer in report.layers)
+    assert report.after == sum(layer.after for layer in report.layers)
+
+
+@pytest.mark.parametrize("classes", [(), (nn.ReLU6,)])
+def test_agrees_with_what_is_kept_in_earnest(classes):
+    """Parameters and buffers don't count; the model may be converted before."""
+    model = activations_cuda.convert(Net(), classes) if classes else Net()
+    x = torch.randn(4096, 64)
+    report = activations_cuda.memory_report(model, x)
+    state = {t.data_ptr() for t in [*model.parameters(), *model.buffers()]}
+
+    def measure():
+        storages = {}
+
+        def pack(tensor):
+            if tensor.data_ptr() not in state:
+                storages[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(x).sum()
+        return sum(storages.values())
+
+    with activations_cuda.ConvertMode():
+        assert measure() == report.after
+    if classes:
+        activations_cuda.revert(model)
+    assert measure() == report.before
+
+
+def test_shared_storages_count_once():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    report = activations_cuda.memory_report(model, torch.empty(4096, 64, device="meta"))
+    assert report.before == report.after == 2 * 4 * ELEMENTS  # the input and the ReLU's output, which the second layer shares
+
+
+def test_leaves_the_model_as_it_is():
+    model = activations_cuda.convert(Net())
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    activations_cuda.memory_report(model, torch.randn(8, 64))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert activations_cuda.converted(model) == {"ReLU6": 1}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nothing_to_convert_and_nothing_at_all():
+    report = activations_cuda.memory_report(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4))
+    assert report.before == report.after == 3 * 4 * 4
+    assert activations_cuda.memory_report(nn.Identity(), torch.randn(3)).layers == ()
+    with pytest.raises(TypeError, match=r"memory_report: expected a torch\.nn\.Module, got function"):
+        activations_cuda.memory_report(F.relu, torch.randn(3))
+
+
+def test_an_error_in_the_model_leaves_no_hooks_behind():
+    with pytest.raises(RuntimeError):
+        activations_cuda.memory_report(Net(), torch.randn(3, 5))
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_table_and_chart(tmp_path):
+    pytest.importorskip("tabulate")
+    pytest.importorskip("matplotlib")
+    report = activations_cuda.memory_report(Net(), torch.empty(4096, 64, device="meta"))
+    lines = str(report).splitlines()
+    assert lines[-1].split() == ["in", "all", f"{report.before / MIB:.1f}", f"{report.after / MIB:.1f}", "-48%"]
+    report.plot(tmp_path / "chart.svg")
+    assert "before: 4 MiB in all" in (tmp_path / "chart.svg").read_text()
+    assert json.loads(json.dumps(dataclasses.asdict(report)))["before"] == report.before
+
+
+def test_kept_bytes_of_a_function():
+    x = torch.randn(1000, requires_grad=True)
+    assert kept_bytes(lambda t: (t * t).exp(), x) == 8000
+
+
+def fails(arguments, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_command_refuses_bad_input(capsys, monkeypatch):
+    assert "expected torchvision:NAME or timm:NAME, got mobilenet_v2" in fails(["report", "mobilenet_v2"], capsys)
+    assert "expected torchvision:NAME or timm:NAME, got keras:vgg" in fails(["report", "keras:vgg"], capsys)
+    assert "expected a positive number, got 0" in fails(["report", "timm:vgg11", "--batch", "0"], capsys)
+    monkeypatch.setitem(__import__("sys").modules, "torchvision", None)
+    message = fails(["report", "torchvision:mobilenet_v2"], capsys)
+    assert "the memory report needs torchvision: pip install 'activations-cuda[report]'" in message
+
+
+@pytest.mark.parametrize("model", ["torchvision:mobilenet_v2", "timm:mobilenetv2_100"])
+def test_command(model, capsys, tmp_path):
+    for library in (model.split(":")[0], "tabulate", "matplotlib"):
+        pytest.importorskip(library, exc_type=Exception)
+    paths = tmp_path / "report.json", tmp_path / "report.png"
+    main(["report", model, "--batch", "256", "--json", str(paths[0]), "--chart", str(paths[1])])
+    result = json.loads(paths[0].read_text())
+    assert result["after"] < 0.72 * result["before"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("in all")
+    assert paths[1].stat().st_size > 10000
+    assert "do you mean" in fails(["report", model + "0"], capsys)

@@ -1,0 +1,200 @@
+"""The modules, and what convert, revert and ConvertMode make of a model."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import activations_cuda
+from activations_cuda.conversion import BY_DEFAULT, log
+from activations_cuda.memory import kept_bytes
+from family import assert_same, assert_same_values
+
+MODULES = [
+    nn.ReLU(),
+    nn.ReLU(inplace=True),
+    nn.ReLU6(),
+    nn.ReLU6(inplace=True),
+    nn.LeakyReLU(0.2),
+    nn.LeakyReLU(0.2, inplace=True),
+    nn.Hardtanh(0.0, 20.0),
+    nn.Hardtanh(-2.0, 2.0, inplace=True),
+    nn.Hardsigmoid(),
+    nn.Hardsigmoid(inplace=True),
+    nn.Hardshrink(0.3),
+    nn.Softshrink(0.25),
+    nn.Threshold(0.1, 20.0),
+    nn.Threshold(0.1, 20.0, inplace=True),
+]
+
+
+def ours(module):
+    return activations_cuda.convert(copy.deepcopy(module), classes=[type(module)])
+
+
+def step(function, x, grad):
+    leaf = x.detach().requires_grad_()
+    y = function(leaf * 1)
+    return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_is_its_namesake_to_the_bit(module, device):
+    x, grad = torch.randn(2, 7, 5, 3, device=device) * 3, torch.randn(2, 7, 5, 3, device=device)
+    for actual, expected in zip(step(ours(module), x, grad), step(module, x, grad), strict=True):
+        assert_same(actual, expected)
+    assert kept_bytes(lambda t: ours(module)(t * 1), x.requires_grad_()) == -(-x.numel() // 8)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_looks_like_its_namesake(module):
+    converted = ours(module)
+    assert isinstance(converted, type(module))
+    assert type(converted) is getattr(activations_cuda, type(module).__name__)
+    assert repr(converted) == repr(module)
+    assert converted.state_dict() == module.state_dict()
+    assert converted.__dict__ == module.__dict__
+    for other in (copy.copy(converted), copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert type(other) is type(converted)
+        assert repr(other) == repr(converted)
+
+
+def test_constructors_are_those_of_torch():
+    assert repr(activations_cuda.Hardtanh(0.0, 20.0, inplace=True)) == "Hardtanh(min_val=0.0, max_val=20.0, inplace=True)"
+    assert repr(activations_cuda.ReLU6(inplace=True)) == "ReLU6(inplace=True)"
+    with pytest.raises(TypeError):
+        activations_cuda.Hardshrink(0.5, True)
+
+
+class Own(nn.ReLU6):
+    """A user's own subclass."""
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.ReLU6(inplace=True)
+        self.body = nn.Sequential(nn.Linear(4, 4), self.shared, nn.Linear(4, 4), self.shared, nn.ReLU())
+        self.own = Own()
+        self.head = nn.Hardsigmoid()
+
+    def forward(self, x):
+        return self.head(self.own(self.body(x)))
+
+
+def test_convert_and_revert(monkeypatch):
+    messages = []
+    monkeypatch.setattr(log, "info", lambda message, *arguments: messages.append(message % arguments))
+    model = Net().eval()
+    calls = []
+    model.shared.register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(5, 4)
+    expected = model(x)
+    identities = [id(module) for module in model.modules()]
+    assert activations_cuda.convert(model) is model
+    assert messages == ["convert: 1 ReLU6, 1 Hardsigmoid"]
+    assert activations_cuda.converted(model) == {"ReLU6": 1, "Hardsigmoid": 1}
+    assert [id(module) for module in model.modules()] == identities
+    assert type(model.shared) is type(model.body[1]) is type(model.body[3]) is activations_cuda.ReLU6
+    assert type(model.own) is Own
+    assert type(model.body[4]) is nn.ReLU
+    assert not model.shared.training
+    assert_same_values(model(x), expected)
+    assert len(calls) == 4
+
+    assert activations_cuda.revert(model) is model
+    assert type(model.shared) is nn.ReLU6
+    assert not activations_cuda.converted(model)
+
+
+def test_convert_takes_an_activation_itself_and_other_classes():
+    assert type(activations_cuda.convert(nn.ReLU6())) is activations_cuda.ReLU6
+    model = activations_cuda.convert(Net(), classes=[nn.ReLU])
+    assert activations_cuda.converted(model) == {"ReLU": 1}
+    assert nn.ReLU not in BY_DEFAULT
+
+
+def test_bad_input():
+    for function in (activations_cuda.convert, activations_cuda.revert, activations_cuda.converted):
+        with pytest.raises(TypeError, match=f"{function.__name__}: expected a torch.nn.Module, got function"):
+            function(F.relu)
+    with pytest.raises(
+        ValueError, match=r"convert: expected a model with modules of exactly the class .*ReLU6.*, got one without"
+    ):
+        activations_cuda.convert(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    with pytest.raises(ValueError, match="revert: expected a model with modules"):
+        activations_cuda.revert(Net())
+    model = Net()
+    for classes in ([nn.ReLU6, nn.GELU], ["ReLU6"]):
+        with pytest.raises(ValueError, match=r"convert: expected classes of torch\.nn among .*ReLU6.*, got .*(GELU|ReLU6)"):
+            activations_cuda.convert(model, classes=classes)
+    assert not activations_cuda.converted(model)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        activations_cuda.ReLU6(inplace=True)(torch.randn(3, requires_grad=True))
+
+
+def test_converted_models_compile(device):
+    torch._dynamo.reset()
+    model = activations_cuda.convert(Net()).to(device)
+    x = torch.randn(5, 4, device=device)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
+
+
+FUNCTIONS = [
+    F.relu6,
+    F.hardtanh,
+    lambda x: F.hardtanh(x, 0.0, max_val=6.0),
+    F.hardsigmoid,
+    F.leaky_relu,
+    lambda x: F.leaky_relu(x, negative_slope=0.3),
+    F.hardshrink,
+    torch.hardshrink,
+    torch.Tensor.hardshrink,
+    F.softshrink,
+    lambda x: F.threshold(x, 0.1, 20.0),
+    lambda x: torch.threshold(x, 0.1, 20.0),
+    lambda x: F.hardtanh_(x * 1),
+    lambda x: F.leaky_relu_(x * 1, 0.3),
+    lambda x: F.threshold_(x * 1, 0.1, 20.0),
+    lambda x: torch.threshold_(x * 1, 0.1, 20.0),
+    lambda x: F.relu6(x * 1, inplace=True),
+    lambda x: nn.Hardtanh(inplace=True)(x * 1),
+    nn.Softshrink(),
+]
+RELUS = [F.relu, torch.relu, torch.Tensor.relu, lambda x: F.relu_(x * 1), lambda x: (x * 1).relu_(), nn.ReLU()]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS + RELUS)
+def test_convert_mode_reaches_functions(function, device):
+    x = torch.randn(1001, device=device, requires_grad=True)
+    classes = [*BY_DEFAULT, nn.ReLU]
+    expected = function(x)
+    with activations_cuda.ConvertMode(classes):
+        assert kept_bytes(function, x) == 126
+        y = function(x)
+    assert torch.equal(y, expected)  # but for the sign of softshrink's zeros, of which PyTorch's CPU op has both
+    assert_same_values(*(torch.autograd.grad(output.sum(), x)[0] for output in (y, expected)))
+
+
+def test_convert_mode_leaves_the_rest():
+    x = torch.randn(1000, requires_grad=True)
+    with activations_cuda.ConvertMode():
+        assert kept_bytes(F.relu, x) == 4000
+        assert kept_bytes(F.gelu, x) == 4000
+        out = torch.empty(1000)
+        assert torch.threshold(x.detach(), 0.1, 20.0, out=out) is out
+    with activations_cuda.ConvertMode([nn.Hardtanh]):
+        assert kept_bytes(F.relu6, x) == 4000
+    with pytest.raises(ValueError, match=r"ConvertMode: expected classes of torch\.nn among"):
+        activations_cuda.ConvertMode([nn.GELU])
+
+
+def test_convert_mode_compiles(device):
+    torch._dynamo.reset()
+    x = torch.randn(100, device=device)
+    with activations_cuda.ConvertMode():
+        y = torch.compile(lambda t: F.relu6(t) * 2, fullgraph=True)(x)
+    torch.testing.assert_close(y, F.relu6(x) * 2)
