@@ -3,30 +3,18 @@
 Exits with 1 where a row is below its bound, with 2 where a result differs from PyTorch's.
 """
 
-import json
-import re
 import sys
-from pathlib import Path
 
 import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-import activations_cuda
 from activations_cuda.demo import has_gpu
 from activations_cuda.memory import kept_bytes
+from benchmarks import record
 from benchmarks.cases import FLOAT, HALF, OPS, cpu_cases, gpu_cases, normal
 from benchmarks.plot import draw
 from benchmarks.timing import alternate
-
-RESULTS = Path(__file__).parent / "results"
-
-
-def device_name():
-    if has_gpu():
-        return torch.cuda.get_device_name()
-    model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f"{model[1] if model else 'CPU'}, {torch.get_num_threads()} threads"
 
 
 def measure(case):
@@ -98,11 +86,8 @@ def main():
     rows = list(kept_rows(device))
     for case in tqdm(gpu_cases() if device == "cuda" else cpu_cases(), unit=" cases"):
         rows.append(measure(case))
-    info = activations_cuda.build_info()
-    result = {"device": device_name(), "torch": torch.__version__, "cuda": info["cuda"], "commit": info["commit"], "rows": rows}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / (re.sub(r"[^a-z0-9]+", "-", result["device"].lower()).strip("-") + ".json")
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = record.path()
+    record.write(path, {**record.origin(), "rows": rows})
     draw(path)
     print(table(rows))
     below = sum(map(is_below, rows))

@@ -78,3 +78,24 @@ def draw(path):
         panel(axis, rows)
     figure.suptitle(f"{result['device']}, torch {result['torch']}, commit {result['commit']}")
     figure.savefig(Path(path).with_suffix(".png"), dpi=110)
+
+
+def draw_models(path):
+    """Peak memory and step time of real models, before and after conversion."""
+    result = json.loads(Path(path).read_text())
+    rows = select(result["rows"], mode="eager")
+    labels = [f"{row['model']}\n{row['dtype']}" for row in rows]
+    figure, axes = plt.subplots(1, 2, figsize=(13, 1.5 + 0.5 * len(rows)), layout="constrained", sharey=True)
+    for axis, unit, title in ((axes[0], "gib", "peak memory of a training step, GiB"), (axes[1], "ms", "training step, ms")):
+        for offset, when, label, color in ((-0.2, "before", "as it comes", PYTORCH), (0.2, "after", "converted", OURS)):
+            places = [place + offset for place in range(len(rows))]
+            axis.barh(places, [row[f"{when}_{unit}"] for row in rows], 0.38, label=label, color=color)
+        for place, row in enumerate(rows):
+            change = row["memory" if unit == "gib" else "time"] - 1
+            axis.text(row[f"after_{unit}"], place + 0.2, f" {change:+.0%}", va="center", fontsize=8)
+        axis.set(title=title)
+        axis.legend()
+    axes[0].set_yticks(range(len(rows)), labels)
+    axes[0].invert_yaxis()
+    figure.suptitle(f"{result['device']}, torch {result['torch']}, eager, commit {result['commit']}")
+    figure.savefig(Path(path).with_suffix(".png"), dpi=110)

@@ -1,0 +1,249 @@
+"""Trains real models for a few steps on the GPU at hand, as they come and converted: step time and peak memory of both.
+
+Writes benchmarks/results/<device>-models.json and draws it. Exits with 1 where a row misses its bound. Names of models on the
+command line run those alone; the other models' results of the same commit stay.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import nn
+from tqdm import tqdm
+
+import activations_cuda
+from activations_cuda.conversion import BY_DEFAULT
+from activations_cuda.demo import has_gpu
+from benchmarks import record
+from benchmarks.plot import draw_models
+from benchmarks.timing import StepClock, alternate
+
+GIB = 2**30
+CAP = 8 * GIB  # of memory, for the question how large a batch may be
+
+
+def from_torchvision(name):
+    import torchvision
+
+    return torchvision.models.get_model(name)
+
+
+def from_timm(name):
+    import timm
+
+    return timm.create_model(name)
+
+
+class SpeechFrontEnd(nn.Module):
+    """The convolutions of Deep Speech 2 (Amodei et al., 2015) on spectrograms of 161 frequencies, and a linear layer."""
+
+    def __init__(self, characters=29):
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(1, 32, (41, 11), stride=(2, 2), padding=(20, 5), bias=False),
+            nn.BatchNorm2d(32),
+            nn.Hardtanh(0, 20, inplace=True),
+            nn.Conv2d(32, 32, (21, 11), stride=(2, 1), padding=(10, 5), bias=False),
+            nn.BatchNorm2d(32),
+            nn.Hardtanh(0, 20, inplace=True),
+        )
+        self.linear = nn.Linear(32 * 41, characters)
+
+    def forward(self, spectrograms):
+        return self.linear(self.convolutions(spectrograms).flatten(1, 2).mean(-1))
+
+
+@dataclass(frozen=True)
+class Model:
+    create: Callable
+    shape: tuple  # of a batch
+    classes: tuple = BY_DEFAULT
+    compiled: bool = True  # whether to measure it under torch.compile too
+
+
+IMAGE = 3, 224, 224
+MODELS = {
+    "mobilenet_v2": Model(lambda: from_torchvision("mobilenet_v2"), (256, *IMAGE)),
+    "mobilenet_v3_large": Model(lambda: from_torchvision("mobilenet_v3_large"), (256, *IMAGE)),
+    "timm efficientnet_lite0": Model(lambda: from_timm("efficientnet_lite0"), (256, *IMAGE)),
+    "speech front end": Model(SpeechFrontEnd, (64, 1, 161, 800)),
+    # What decides which classes convert by default.
+    "resnet50, its ReLU": Model(lambda: from_torchvision("resnet50"), (128, *IMAGE), (nn.ReLU,), compiled=False),
+    "timm darknet53": Model(lambda: from_timm("darknet53"), (64, *IMAGE), compiled=False),
+}
+
+# At most this much of the time and of the memory of the model as it comes.
+OWED = {
+    ("mobilenet_v2", "float32", "eager"): (0.97, 0.72),
+    ("mobilenet_v2", "bfloat16", "eager"): (0.97, 0.72),
+    ("mobilenet_v2", "float32", "compiled"): (1.005, 1.005),
+    ("mobilenet_v2", "bfloat16", "compiled"): (1.005, 1.005),
+}
+
+
+class Training:
+    """A model, its optimizer and one batch. Calling it takes a step and returns the loss."""
+
+    def __init__(self, model, batch, dtype, compiled):
+        self.model = model.cuda().to(memory_format=torch.channels_last).train()
+        self.forward = torch.compile(self.model) if compiled else self.model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        self.batch = batch
+        self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype=dtype)
+
+    def __call__(self):
+        with self.autocast:
+            outputs = self.forward(self.batch)
+            loss = F.cross_entropy(outputs, torch.zeros(len(outputs), dtype=torch.long, device="cuda"))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def held(self):
+        """The bytes of what stays between steps: parameters with their momentum, buffers."""
+        return sum(2 * p.nbytes for p in self.model.parameters()) + sum(b.nbytes for b in self.model.buffers())
+
+    def peak(self, others):
+        """The most memory that a step needs, without what the other trainings hold."""
+        torch.cuda.reset_peak_memory_stats()
+        self()
+        return torch.cuda.max_memory_allocated() - sum(other.held() for other in others)
+
+
+def normal(shape):
+    return torch.randn(shape, device="cuda").to(memory_format=torch.channels_last)
+
+
+def both(model):
+    """The model as it comes, and converted, with the same weights."""
+    torch.manual_seed(0)
+    before = model.create()
+    return before, activations_cuda.convert(copy.deepcopy(before), model.classes)
+
+
+def measure(name, model, dtype, compiled):
+    torch._dynamo.reset()
+    batch = normal(model.shape)
+    before, after = trainings = [Training(m, batch, dtype, compiled) for m in both(model)]
+    equal = torch.equal(before(), after())
+    for training in trainings:  # the optimizer's state is there only after a step, compiled code perhaps only after two
+        training()
+    times = alternate(StepClock(), *trainings)
+    peaks = before.peak([after]), after.peak([before])
+    ratios = sorted(b / a for a, b in zip(*(time.rounds for time in times), strict=True))
+    tenth = len(ratios) // 10
+    key = name, str(dtype).removeprefix("torch."), "compiled" if compiled else "eager"
+    time_at_most, memory_at_most = OWED.get(key, (None, None))
+    return {
+        **dict(zip(("model", "dtype", "mode"), key, strict=True)),
+        "batch": model.shape[0],
+        "first_loss_equal": equal,
+        "before_ms": round(times[0].median / 1e3, 3),
+        "after_ms": round(times[1].median / 1e3, 3),
+        "time": round(times[1].median / times[0].median, 4),
+        "spread": [round(ratios[tenth], 3), round(ratios[-1 - tenth], 3)],
+        "time_at_most": time_at_most,
+        "before_gib": round(peaks[0] / GIB, 3),
+        "after_gib": round(peaks[1] / GIB, 3),
+        "memory": round(peaks[1] / peaks[0], 4),
+        "memory_at_most": memory_at_most,
+    }
+
+
+def fits(model, images):
+    try:
+        training = Training(copy.deepcopy(model), normal((images, *IMAGE)), torch.float32, compiled=False)
+        training()
+        training()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def largest_batch(model, step=8):
+    """The most images, in steps of eight, that a step takes within the cap."""
+    low, high = 0, 512 // step
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(model, middle * step):
+            low = middle
+        else:
+            high = middle
+        torch.cuda.empty_cache()
+    return low * step
+
+
+def batches(name):
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(CAP / total)
+    before, after = map(largest_batch, both(MODELS[name]))
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return {"model": name, "dtype": "float32", "mode": "eager", "cap_gib": CAP / GIB, "before": before, "after": after}
+
+
+def missed(row):
+    """What a row misses of its bounds."""
+    return [what for what in ("time", "memory") if row[f"{what}_at_most"] and row[what] > row[f"{what}_at_most"]]
+
+
+def table(rows):
+    columns = ["model", "batch", "dtype", "mode", "before_ms", "after_ms", "time", "before_gib", "after_gib", "memory"]
+    cells = [
+        [
+            *(row[column] for column in columns),
+            "-".join(map(str, row["spread"])),
+            "" if row["first_loss_equal"] else "LOSS DIFFERS",
+            " and ".join(f"{what.upper()} ABOVE {row[f'{what}_at_most']}" for what in missed(row)),
+        ]
+        for row in rows
+    ]
+    return tabulate(cells, headers=[*columns, "spread of time", "", ""], disable_numparse=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)}; by default all")
+    chosen = parser.parse_args().models or list(MODELS)
+    if unknown := set(chosen) - set(MODELS):
+        parser.error(f"expected names among {', '.join(MODELS)}, got {', '.join(sorted(unknown))}")
+    if not has_gpu():
+        parser.error("needs a GPU and a build of activations_cuda for it")
+
+    origin, path = record.origin(), record.path("-models")
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    same = earlier.get("commit") == origin["commit"]
+    rows = [row for row in earlier["rows"] if row["model"] not in chosen] if same else []
+    largest = earlier.get("largest_batch") if same else None
+    runs = [
+        (name, dtype, compiled)
+        for name in chosen
+        for compiled in (False, True)[: 1 + MODELS[name].compiled]
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for name, dtype, compiled in tqdm(runs, unit=" runs"):
+        rows.append(measure(name, MODELS[name], dtype, compiled))
+        torch.cuda.empty_cache()
+    if "mobilenet_v2" in chosen:
+        largest = batches("mobilenet_v2")
+    order = list(MODELS)
+    rows.sort(key=lambda row: order.index(row["model"]))
+    record.write(path, {**origin, "largest_batch": largest, "rows": rows})
+    draw_models(path)
+    print(table(rows))
+    print("\nbefore: the model as it comes; after: converted. ms: a training step, the median; GiB: its peak memory.")
+    if largest:
+        print("Largest batch of {model} within {cap_gib:.0f} GiB: {before} before, {after} after.".format(**largest))
+    sys.exit(1 if any(map(missed, rows)) else 0)
+
+
+if __name__ == "__main__":
+    main()

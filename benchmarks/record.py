@@ -1,0 +1,35 @@
+"""Where results lie, and what each tells of the machine and the build that it comes from."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+
+import activations_cuda
+from activations_cuda.demo import has_gpu
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def device_name():
+    if has_gpu():
+        return torch.cuda.get_device_name()
+    model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{model[1] if model else 'CPU'}, {torch.get_num_threads()} threads"
+
+
+def origin():
+    info = activations_cuda.build_info()
+    return {"device": device_name(), "torch": torch.__version__, "cuda": info["cuda"], "commit": info["commit"]}
+
+
+def path(kind=""):
+    """The file of this device's results."""
+    name = re.sub(r"[^a-z0-9]+", "-", device_name().lower()).strip("-")
+    return RESULTS / f"{name}{kind}.json"
+
+
+def write(path, result):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
