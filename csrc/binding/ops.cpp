@@ -62,7 +62,13 @@ struct Kernels {
   static Tensor& composite_inplace(Tensor& self, Parameters... parameters) {
     // PyTorch's op keeps its input for backward, and that is about to be written to.
     const bool keeps_input = belongs_to_pytorch<Op>(self, parameters...);
-    return self.copy_(composite(keeps_input ? self.clone() : self, parameters...));
+    const Tensor output = composite(keeps_input ? self.clone() : self, parameters...);
+    check_inplace(self);
+    if (!self.is_leaf() && !self.is_view() && at::GradMode::is_enabled()) {
+      // `output` alone has the history now: copying would add zeros to the gradient of what `self` was.
+      self.detach_();
+    }
+    return self.copy_(output);
   }
 
   template <class Backend>
