@@ -4,9 +4,11 @@ TORCH ?= torch
 VENV ?= .venv
 EXTRAS = test
 BIN = $(VENV)/bin
+# Named again where the package is installed, lest an extra like torchvision exchange the torch that it is compiled for.
+TORCH_VERSION = $(BIN)/python -c "import torch; print(torch.__version__)"
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test bench lint build clean
+.PHONY: demo test bench bench-models lint build clean
 
 demo: build
 	$(BIN)/python -m activations_cuda
@@ -18,6 +20,10 @@ bench: EXTRAS = bench$(if $(shell command -v nvidia-smi),-cuda)
 bench: build
 	$(BIN)/python -m benchmarks
 
+bench-models: EXTRAS = bench-cuda
+bench-models: build
+	$(BIN)/python -m benchmarks.models
+
 lint: $(BIN)/python
 	$(BIN)/python -m pip install --quiet pre-commit
 	$(BIN)/python -m pre_commit run --all-files --show-diff-on-failure
@@ -26,7 +32,7 @@ lint: $(BIN)/python
 build: $(BIN)/python
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install --quiet "setuptools>=77,<82" wheel ninja
-	$(BIN)/python -m pip install --verbose --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --verbose --no-build-isolation --editable ".[$(EXTRAS)]" "torch==$$($(TORCH_VERSION))"
 
 $(BIN)/python:
 	$(PYTHON) -m venv --system-site-packages $(VENV) || { rm -rf $(VENV); exit 1; }

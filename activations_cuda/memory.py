@@ -24,7 +24,9 @@ def require(name: str):
     try:
         return import_module(name)
     except ImportError:
-        raise ImportError(f"the memory report needs {name}: pip install 'activations-cuda[report]'") from None
+        # With torch named, lest pip exchange it for the one that the newest torchvision wants.
+        command = f"pip install 'activations-cuda[report]' torch=={torch.__version__.split('+')[0]}"
+        raise ImportError(f"the memory report needs {name}: {command}") from None
 
 
 @contextmanager

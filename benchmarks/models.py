@@ -1,7 +1,7 @@
 """Trains real models for a few steps on the GPU at hand, as they come and converted: step time and peak memory of both.
 
-Writes benchmarks/results/<device>-models.json and draws it. Exits with 1 where a row misses its bound or, in eager mode, the first loss differs. Names of models on the
-command line run those alone; the other models' results of the same commit stay.
+Writes benchmarks/results/<device>-models.json and draws it. Exits with 1 where a row misses its bound or, in eager mode, the
+first loss differs. Names of models on the command line run those alone; the other models' results of the same commit stay.
 """
 
 import argparse
