@@ -230,20 +230,21 @@ def main():
     same = earlier.get("commit") == origin["commit"]
     rows = [row for row in earlier["rows"] if row["model"] not in chosen] if same else []
     largest = earlier.get("largest_batch") if same else None
+    if "mobilenet_v2" in chosen:
+        largest = batches("mobilenet_v2")
     runs = [
         (name, dtype, compiled)
+        for compiled in (False, True)
         for name in chosen
-        for compiled in (False, True)[: 1 + MODELS[name].compiled]
         for dtype in (torch.float32, torch.bfloat16)
+        if MODELS[name].compiled or not compiled
     ]
     for name, dtype, compiled in tqdm(runs, unit=" runs"):
         rows.append(measure(name, MODELS[name], dtype, compiled))
+        rows.sort(key=lambda row: list(MODELS).index(row["model"]))
+        # Compiling takes minutes: what is done is kept, should anything stop this.
+        record.write(path, {**origin, "largest_batch": largest, "rows": rows})
         torch.cuda.empty_cache()
-    if "mobilenet_v2" in chosen:
-        largest = batches("mobilenet_v2")
-    order = list(MODELS)
-    rows.sort(key=lambda row: order.index(row["model"]))
-    record.write(path, {**origin, "largest_batch": largest, "rows": rows})
     draw_models(path)
     print(table(rows))
     print("\nbefore: the model as it comes; after: converted. ms: a training step, the median; GiB: its peak memory.")
