@@ -32,8 +32,9 @@ FASTACT_HOST_DEVICE scalar_t scale(scalar_t grad, opmath_t<scalar_t> slope) {
 
 namespace cpu {
 
-// A range of elements that a kernel is called for must begin at a multiple of this, so that no two threads share a mask byte.
-constexpr int64_t kBlock = 512;
+// A range of elements that a kernel is called for must begin at a multiple of this, so that no two threads share a mask byte. It
+// is also how many are buffered at a time (2^18 float16 elements, forward: 32 us, with 512 or 256 41 us; the others don't mind).
+constexpr int64_t kBlock = 1024;
 
 // y = f(x) for the elements from `begin` up to `end`. Writes the mask too unless `mask` is null.
 template <class F, class scalar_t>

@@ -2,7 +2,6 @@
 #include "../kernels.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 #include "../mask.h"
@@ -27,44 +26,59 @@
 namespace fastact::cpu {
 namespace {
 
-// Eight bytes, each 0 or 1, to eight bits: the multiplication moves every byte's bit to its own place at once.
-inline uint8_t pack(const uint8_t* flags) {
-  constexpr uint64_t gather = 0x0102040810204080;
-  uint64_t bytes;
-  std::memcpy(&bytes, flags, sizeof(bytes));
-  return static_cast<uint8_t>((bytes * gather) >> 56);
-}
-
-// And back, by a table: computing the bytes made masked_scale a fifth slower (2^18 float32 elements, 94 us against 79 us).
-constexpr auto kFlags = [] {
-  std::array<uint64_t, 256> flags{};
-  for (uint64_t byte = 0; byte < flags.size(); ++byte) {
-    for (int bit = 0; bit < kMaskBits; ++bit) {
-      flags[byte] |= (byte >> bit & 1) << (8 * bit);
-    }
+// Flags, each a byte of 0 or 1, to bits; `flags` has room for a multiple of 16, of which those from n on are overwritten by 0.
+inline void pack(uint8_t* flags, uint8_t* mask, int64_t n) {
+  std::fill(flags + n, flags + (n + 15) / 16 * 16, 0);
+#if defined(__SSE2__)
+  const auto sixteen = [&](int64_t i) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(flags + i));
+    return static_cast<uint16_t>(_mm_movemask_epi8(_mm_slli_epi16(bytes, 7)));
+  };
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const uint16_t bits = sixteen(i);
+    std::memcpy(mask + i / kMaskBits, &bits, sizeof(bits));
   }
-  return flags;
-}();
-
-inline void unpack(uint8_t byte, uint8_t* flags) {
-  std::memcpy(flags, &kFlags[byte], sizeof(kFlags[byte]));
+  if (i < n) {
+    const uint16_t bits = sixteen(i);
+    std::memcpy(mask + i / kMaskBits, &bits, mask_bytes(n - i));
+  }
+#else
+  for (int64_t i = 0; i < n; i += kMaskBits) {
+    // The multiplication moves every byte's bit to its own place at once.
+    constexpr uint64_t gather = 0x0102040810204080;
+    uint64_t bytes;
+    std::memcpy(&bytes, flags + i, sizeof(bytes));
+    mask[i / kMaskBits] = static_cast<uint8_t>((bytes * gather) >> 56);
+  }
+#endif
 }
 
-// y = flags ? x : +0. A half type's elements are the integers it wraps: moving them needs no conversion.
+// The elements of a mask byte, as bits: choosing one of two needs no arithmetic, and for the half types no conversion.
 template <class scalar_t>
-inline void keep(const scalar_t* x, const uint8_t* flags, scalar_t* y, int64_t n) {
-  if constexpr (std::is_floating_point_v<scalar_t>) {
-    FASTACT_VECTORIZE
-    for (int64_t i = 0; i < n; ++i) {
-      y[i] = flags[i] ? x[i] : 0;
-    }
-  } else {
-    const auto* from = &x->x;
-    auto* to = &y->x;
-    FASTACT_VECTORIZE
-    for (int64_t i = 0; i < n; ++i) {
-      to[i] = flags[i] ? from[i] : 0;
-    }
+struct Octet {
+  using Element =
+      std::conditional_t<sizeof(scalar_t) == 8, uint64_t, std::conditional_t<sizeof(scalar_t) == 4, uint32_t, uint16_t>>;
+  typedef Element Lanes __attribute__((vector_size(kMaskBits * sizeof(Element))));
+};
+
+// y = the mask's bit ? inside : outside. Written with vectors, which the compiler doesn't find in eight shifts of one byte; by
+// way of a byte for each flag it took a quarter longer (2^18 float32 elements, 47 us against 36 us).
+template <class scalar_t>
+inline void select(const scalar_t* inside, const scalar_t* outside, const uint8_t* mask, scalar_t* y, int64_t n) {
+  using Lanes = typename Octet<scalar_t>::Lanes;
+  constexpr Lanes bit = {1, 2, 4, 8, 16, 32, 64, 128};
+  int64_t i = 0;
+  for (; i + kMaskBits <= n; i += kMaskBits) {
+    Lanes a, b;
+    std::memcpy(&a, inside + i, sizeof(a));
+    std::memcpy(&b, outside + i, sizeof(b));
+    const auto is_inside = reinterpret_cast<Lanes>((bit & mask[i / kMaskBits]) != 0);
+    a = (a & is_inside) | (b & ~is_inside);
+    std::memcpy(y + i, &a, sizeof(a));
+  }
+  for (; i < n; ++i) {
+    y[i] = mask[i / kMaskBits] >> (i % kMaskBits) & 1 ? inside[i] : outside[i];
   }
 }
 
@@ -167,12 +181,7 @@ FASTACT_CLONES void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint
       flags[i] = f.inside(element);
       return value(f, element);
     });
-    for (int64_t i = count; i % kMaskBits != 0; ++i) {
-      flags[i] = 0;  // the padding of the last byte
-    }
-    for (int64_t i = 0; i < count; i += kMaskBits) {
-      mask[(begin + i) / kMaskBits] = pack(flags + i);
-    }
+    pack(flags, mask + begin / kMaskBits, count);
   }
 }
 
@@ -181,21 +190,22 @@ FASTACT_CLONES void masked_scale(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t begin, int64_t end) {
   using T = opmath_t<scalar_t>;
+  scalar_t scaled[2][kBlock] = {};
   for (; begin < end; begin += kBlock) {
     const int64_t count = std::min(kBlock, end - begin);
     scalar_t buffer[kBlock];
     const scalar_t* from = in_one_piece(grad, rows, begin, count, buffer);
-    uint8_t flags[kBlock];
-    for (int64_t i = 0; i < count; i += kMaskBits) {
-      unpack(mask[(begin + i) / kMaskBits], flags + i);
-    }
-    if (inside == 1 && outside == 0) {
-      keep(from, flags, y + begin, count);
-    } else if (inside != 0 && outside == 0) {  // what scale() does, with less to choose from
-      transform(from, y + begin, count, [&](T element, int64_t i) { return flags[i] ? element * inside : 0; });
-    } else {
-      transform(from, y + begin, count, [&](T element, int64_t i) { return scale(element, flags[i] ? inside : outside); });
-    }
+    // A slope of 1 leaves the gradient as it is, a slope of 0 leaves nothing of it: neither multiplies.
+    const auto times = [&](T slope, scalar_t* to) -> const scalar_t* {
+      if (slope == 1) {
+        return from;
+      }
+      if (slope != 0) {
+        transform(from, to, count, [&](T element, int64_t) { return element * slope; });
+      }
+      return to;  // zeros, where nothing was written
+    };
+    select(times(inside, scaled[0]), times(outside, scaled[1]), mask + begin / kMaskBits, y + begin, count);
   }
 }
 
