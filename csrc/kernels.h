@@ -23,17 +23,11 @@ struct Rows {
   FASTACT_HOST_DEVICE bool dense() const { return length == pitch; }
 };
 
-// A slope of 1 returns the gradient's own bits, a slope of 0 returns +0 for every gradient: neither multiplies.
-template <class scalar_t>
-FASTACT_HOST_DEVICE scalar_t scale(scalar_t grad, opmath_t<scalar_t> slope) {
-  const auto scaled = static_cast<scalar_t>(static_cast<opmath_t<scalar_t>>(grad) * slope);
-  return slope == 1 ? grad : slope == 0 ? scalar_t(0) : scaled;
-}
-
 namespace cpu {
 
-// A range of elements that a kernel is called for must begin at a multiple of this, so that no two threads share a mask byte. It
-// is also how many are buffered at a time (2^18 float16 elements, forward: 32 us, with 512 or 256 41 us; the others don't mind).
+// A range of elements that a kernel is called for must begin at a multiple of this, so that no two threads share a mask byte.
+// It is also how many are buffered at a time (2^18 float16 elements, forward: 32 us, with 512 or 256 41 us; the others don't
+// mind).
 constexpr int64_t kBlock = 1024;
 
 // y = f(x) for the elements from `begin` up to `end`. Writes the mask too unless `mask` is null.

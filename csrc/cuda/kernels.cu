@@ -199,14 +199,17 @@ __global__ void __launch_bounds__(kThreads<scalar_t>)
   }
 }
 
-// `keeps`: the slopes are 1 and 0, so that elements are only selected. That spares the half types their conversions: 264 us
-// against 277 us for 2^28 bfloat16 elements on an H200.
+// A slope of 1 returns the gradient's own bits, a slope of 0 returns +0 for every gradient: neither multiplies. `keeps`: the
+// slopes are 1 and 0, so that elements are only selected. That spares the half types their conversions: 264 us against 277 us
+// for 2^28 bfloat16 elements on an H200.
 template <bool keeps, class scalar_t>
 __device__ scalar_t masked(scalar_t grad, bool bit, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside) {
   if constexpr (keeps) {
     return bit ? grad : scalar_t(0);
   } else {
-    return scale(grad, bit ? inside : outside);
+    const opmath_t<scalar_t> slope = bit ? inside : outside;
+    const auto scaled = static_cast<scalar_t>(static_cast<opmath_t<scalar_t>>(grad) * slope);
+    return slope == 1 ? grad : slope == 0 ? scalar_t(0) : scaled;
   }
 }
 
