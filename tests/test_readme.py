@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parents[1] / "README.md"
-RESULTS = README.parent / "benchmarks/results/nvidia-h200.json"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if README.exists() else []
+RESULTS = README.parent / "benchmarks/results"
+TEXT = README.read_text() if README.exists() else ""
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+FROM_SOURCE = pytest.mark.skipif(not RESULTS.exists(), reason="needs the source tree")
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -16,10 +18,27 @@ def test_block_runs(block):
     exec(block, {})
 
 
-@pytest.mark.skipif(not RESULTS.exists(), reason="needs the source tree")
+@FROM_SOURCE
 def test_figures():
-    rows = json.loads(RESULTS.read_text())["rows"]
+    rows = json.loads((RESULTS / "nvidia-h200.json").read_text())["rows"]
     figures = {(f"{row['op']}, {row['case']}", row["dtype"], f"{row['ratio']:.2f}") for row in rows}
-    table = re.findall(r"^\| (hard[^|]+) \| (\w+) \|.*\| (\d+\.\d+) \|$", README.read_text(), re.MULTILINE)
+    table = re.findall(r"^\| (hard[^|]+) \| (\w+) \|.*\| (\d+\.\d+) \|$", TEXT, re.MULTILINE)
     assert len(table) == 16
     assert set(table) <= figures
+
+
+@FROM_SOURCE
+def test_figures_of_models():
+    result = json.loads((RESULTS / "nvidia-h200-models.json").read_text())
+
+    def line(row):
+        gib = f"{row['before_gib']:.2f} | {row['after_gib']:.2f} | {row['memory'] - 1:+.1%}"
+        ms = f"{row['before_ms']:.1f} | {row['after_ms']:.1f} | {row['time'] - 1:+.1%}"
+        return f"| {row['model']} | {row['dtype']} | {gib} | {ms} |"
+
+    expected = {line(row) for row in result["rows"] if row["mode"] == "eager"}
+    table = re.findall(r"^\| .+% \|$", TEXT, re.MULTILINE)
+    assert len(table) == 10
+    assert set(table) <= expected
+    largest = result["largest_batch"]
+    assert f"takes {largest['after']} images instead of {largest['before']}" in TEXT

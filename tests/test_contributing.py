@@ -1,0 +1,38 @@
+"""What CONTRIBUTING.md tells one to write for a new member of the family is all that it takes."""
+
+import re
+import shutil
+import sys
+
+from test_build import FROM_SOURCE, ROOT, run
+
+
+@FROM_SOURCE
+def test_a_new_member(tmp_path):
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "_build.py", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    struct, line, row, function = re.findall(r"```(?:cpp|python)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+
+    def insert(path, before, text):
+        file = tree / path
+        parts = file.read_text().rpartition(before)
+        assert parts[1] == before
+        file.write_text(parts[0] + text + before + parts[2])
+
+    insert("csrc/activations.h", "\n}  // namespace fastact", "\n" + struct)
+    insert("csrc/family.def", "#undef ACTIVATION", line)
+    insert("tests/family.py", "]\nCLAMPING", row)
+    functional = tree / "activations_cuda/functional.py"
+    functional.write_text(functional.read_text().replace("__all__ = [", '__all__ = ["relu_n", ') + "\n\n" + function)
+
+    site = str(tmp_path / "site")
+    options = ("--no-build-isolation", "--no-deps", "--target", site)
+    built = run(sys.executable, "-m", "pip", "--disable-pip-version-check", "install", *options, ".", cwd=tree, FORCE_CPU="1")
+    assert built.returncode == 0, built.stdout + built.stderr
+    tests = ["test_exact.py", "test_mask.py", "test_autograd.py", "test_transforms.py", "test_inplace.py", "test_errors.py"]
+    result = run(sys.executable, "-m", "pytest", "-k", "relu_n", *tests, cwd=tree / "tests", PYTHONPATH=site)
+    assert result.returncode == 0, result.stdout
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 100
+    program = "import activations_cuda as a, torch; print(a.__file__, a.relu_n(torch.tensor([-1.0, 1.0, 9.0]), 2.0).tolist())"
+    assert run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=site).stdout.endswith("[0.0, 1.0, 2.0]\n")
