@@ -15,7 +15,7 @@ from activations_cuda.memory import memory_report, require
 
 def torchvision_model(name):
     models = require("torchvision").models
-    return models.list_models(), lambda: models.get_model(name)
+    return models.list_models(module=models), lambda: models.get_model(name)  # those that classify images
 
 
 def timm_model(name):
@@ -40,8 +40,12 @@ def load(spec):
 
 
 def report(arguments):
+    model = load(arguments.model)
     images = torch.empty(arguments.batch, 3, arguments.size, arguments.size, device="meta")
-    result = memory_report(load(arguments.model), images)
+    try:
+        result = memory_report(model, images)
+    except Exception as error:  # whatever a model raises that wants something else
+        raise ValueError(f"{arguments.model} doesn't take images of shape {tuple(images.shape)}: {error}") from error
     print(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
@@ -73,7 +77,7 @@ def main(argv=None):
         return demo.main()
     try:
         return report(arguments)
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         command.error(str(error))
 
 

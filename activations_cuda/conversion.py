@@ -45,7 +45,11 @@ def _swap(name, model, table):
     _check_model(name, model)
     found = [module for module in model.modules() if type(module) in table]
     if not found:
-        raise ValueError(f"{name}: expected a model with modules of exactly the class {_names(table)}, got one without any")
+        others = Counter(
+            f"{type(m).__module__.split('.')[0]}.{type(m).__name__}" for m in model.modules() if type(m) in {*OURS, *PYTORCHS}
+        )
+        there = ", ".join(f"{count} {kind}" for kind, count in others.items()) or "no activation of the family"
+        raise ValueError(f"{name}: expected a model with modules of exactly the class {_names(table)}, got one with {there}")
     counts = Counter(type(module).__name__ for module in found)
     for module in found:
         module.__class__ = table[type(module)]

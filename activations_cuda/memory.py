@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from activations_cuda.conversion import ConvertMode
+from activations_cuda.conversion import OURS, ConvertMode
 
 __all__ = ["LayerMemory", "MemoryReport", "kept_bytes", "memory_report", "require"]
 
@@ -23,10 +24,10 @@ def require(name: str):
     """Import what only the report needs, or say how to install it."""
     try:
         return import_module(name)
-    except ImportError:
+    except (ImportError, RuntimeError) as error:  # the latter is what a torchvision built for another torch raises
         # With torch named, lest pip exchange it for the one that the newest torchvision wants.
         command = f"pip install 'activations-cuda[report]' torch=={torch.__version__.split('+')[0]}"
-        raise ImportError(f"the memory report needs {name}: {command}") from None
+        raise ImportError(f"the memory report needs {name} ({error}): {command}") from None
 
 
 @contextmanager
@@ -112,13 +113,20 @@ class MemoryReport:
 class _PyTorchsOps(TorchFunctionMode):
     """Turns this package's ops into PyTorch's functions: what a converted model was before."""
 
+    def __init__(self):
+        super().__init__()
+        self.functions = ConvertMode(OURS).functions
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if getattr(func, "namespace", None) == "fastact" and func._overloadname == "default":
             name = func._schema.name.removeprefix("fastact::")
-            if name not in ("hardshrink_", "softshrink_"):  # which PyTorch doesn't have
-                func = getattr(nn.functional, name.removesuffix("_"))
-                kwargs = kwargs | ({"inplace": True} if name.endswith("_") else {})
+            pytorchs = getattr(nn.functional, name.removesuffix("_"), None)
+            if pytorchs and name not in ("hardshrink_", "softshrink_"):  # of which PyTorch has none in place
+                func, kwargs = pytorchs, kwargs | ({"inplace": True} if name.endswith("_") else {})
+        if func in self.functions:
+            with torch._C.DisableTorchFunction():  # or a ConvertMode around the report would turn it back
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -129,8 +137,9 @@ class _PackedOps(TorchFunctionMode):
         if getattr(func, "namespace", None) == "fastact":
             name = func._schema.name.removeprefix("fastact::")
             with_mask = getattr(getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask"), func._overloadname)
-            output, _ = with_mask(*args, **(kwargs or {}))
-            return args[0].copy_(output) if name.endswith("_") else output
+            with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are PyTorch's op's to answer for
+                output, _ = with_mask(*args, **(kwargs or {}))
+                return args[0].copy_(output) if name.endswith("_") else output
         return func(*args, **(kwargs or {}))
 
 
@@ -155,15 +164,17 @@ def _count(model, inputs, *modes):
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
 
+    @cache  # an input that is passed twice is one
     def fake_like(tensor):
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         return fake.requires_grad_(tensor.requires_grad)
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+    with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
         fake_state = {name: fake_mode.from_tensor(tensor) for name, tensor in state.items()}
         fake_inputs = tree_map_only(torch.Tensor, fake_like, inputs)
         with ExitStack() as stack:
-            kept = stack.enter_context(_kept(stack.enter_context(_current_module(model)), but=tuple(fake_state.values())))
+            owner = stack.enter_context(_current_module(model))
+            kept = stack.enter_context(_kept(owner, but=tuple(fake_state.values())))
             for mode in modes:
                 stack.enter_context(mode)
             output = torch.func.functional_call(model, fake_state, fake_inputs)
@@ -174,10 +185,10 @@ def _count(model, inputs, *modes):
 def memory_report(model: nn.Module, *example_inputs) -> MemoryReport:
     """What autograd keeps for a model's backward pass, layer by layer, before and after conversion.
 
-    Runs the model's forward pass twice on fake tensors: needs no GPU, no memory and next to no time, and leaves the model as it
-    is, converted or not. What several layers share counts once, with the first; parameters and buffers, which are there
-    anyway, don't count. Before means PyTorch's own activations, after those that :func:`~activations_cuda.convert` and
-    :class:`~activations_cuda.ConvertMode` reach by default.
+    Runs the model's forward pass twice on fake tensors: needs no GPU, no memory and next to no time, and leaves parameters,
+    buffers and modules as they are, converted or not. What several layers share counts once, with the first; parameters and
+    buffers, which are there anyway, don't count. Before means PyTorch's own activations, after those that
+    :func:`~activations_cuda.convert` and :class:`~activations_cuda.ConvertMode` reach by default.
 
     Args:
         model: the model, in training mode if that is what is asked about.
@@ -189,6 +200,7 @@ def memory_report(model: nn.Module, *example_inputs) -> MemoryReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_report: expected a torch.nn.Module, got {type(model).__name__}")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     before = _count(model, example_inputs, _PyTorchsOps())
     after = _count(model, example_inputs, _PackedOps(), ConvertMode())
     layers = tuple(

@@ -156,7 +156,7 @@ def measure(name, model, dtype, compiled):
         "time_at_most": time_at_most,
         "before_gib": round(peaks[0] / GIB, 3),
         "after_gib": round(peaks[1] / GIB, 3),
-        "memory": round(peaks[1] / peaks[0], 4),
+        "memory": round(peaks[1] / peaks[0], 6),
         "memory_at_most": memory_at_most,
     }
 

@@ -119,3 +119,10 @@ def test_nan_bounds_do_what_pytorch_does(bounds, device):
     assert_same(y.detach(), expected.detach())
     ours, theirs = (torch.autograd.grad(output.sum(), x)[0] for output in (y, expected))
     assert torch.equal(ours, theirs)
+
+
+def test_a_slope_of_zero_is_no_multiplication(device):
+    """PyTorch's leaky_relu makes NaN of an infinite gradient there."""
+    x = torch.tensor([-1.0, 1.0], device=device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(torch.ops.fastact.leaky_relu(x, 0.0), x, torch.tensor([float("inf"), 2.0], device=device))
+    assert gradient.tolist() == [0.0, 2.0]

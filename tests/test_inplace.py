@@ -8,6 +8,7 @@ from torch.func import grad, vmap
 
 from activations_cuda.memory import kept_bytes
 from family import DTYPES, FAMILY, assert_same, assert_same_values, sample
+from test_autograd import away_from_breakpoints
 from test_exact import LAYOUTS, offset
 
 ops = torch.ops.fastact
@@ -24,23 +25,23 @@ def inplace(row):
 def test_equals_the_op_in_every_layout(row, dtype, layout, device):
     x = LAYOUTS[layout](sample(row, 6 * 5 * 7 * 9, dtype, device))
     gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+    elements = x.untyped_storage().nbytes() // x.element_size()
 
-    # A view of a flat tensor, so that the layout is the same and what lies around it can be seen to stay.
     def step(function):
-        leaf = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=dtype, device=device).requires_grad_()
-        base = leaf * 1
-        view = base.as_strided(x.shape, x.stride(), x.storage_offset())
-        view.copy_(x)
-        result = function(view)
-        result.backward(gradient)
-        return view, base, leaf.grad
+        """A view of x's own layout amid zeros, the result, and the gradient of all that the view is part of."""
+        leaf = torch.zeros(elements, dtype=dtype, device=device)
+        leaf.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x)
+        base = leaf.requires_grad_() * 1
+        result = function(base.as_strided(x.shape, x.stride(), x.storage_offset()))
+        return base.detach(), result.detach(), torch.autograd.grad(result, leaf, gradient)[0]
 
-    view, base, leaf_grad = step(inplace(row))
-    assert view.stride() == x.stride()
-    assert_same_values(view.detach(), row(x))
-    untouched = torch.zeros_like(base).as_strided(x.shape, x.stride(), x.storage_offset()).fill_(1)._base
-    assert not base.detach()[untouched == 0].any()
-    assert not leaf_grad.any()  # all that came from it was written over
+    base, result, actual = step(inplace(row))
+    before, expected_result, expected = step(row)
+    assert result.stride() == x.stride()
+    assert_same_values(result, expected_result)
+    assert_same_values(actual, expected)
+    before.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(expected_result)
+    assert_same_values(base, before)  # what lies around it stays
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -154,9 +155,7 @@ def test_a_view_changes_its_base(row, view, device):
 
 @pytest.mark.parametrize("row", FAMILY, ids=str)
 def test_derivatives(row, device):
-    points = torch.tensor([p for p in row.breakpoints if abs(p) != float("inf")])
-    x = torch.linspace(-8, 8, 24, dtype=torch.float64)
-    x = x[(x[:, None] - points).abs().min(dim=1).values > 0.01].to(device).requires_grad_()
+    x = away_from_breakpoints(row, device)
 
     def function(t):
         return inplace(row)(t * 1)
@@ -197,8 +196,27 @@ def test_what_belongs_to_pytorch(device):
     assert torch.equal(*gradients)
 
 
-def test_a_slope_of_zero_is_no_multiplication(device):
-    """PyTorch's leaky_relu makes NaN of an infinite gradient there."""
-    x = torch.tensor([-1.0, 1.0], device=device, requires_grad=True)
-    (gradient,) = torch.autograd.grad(ops.leaky_relu(x, 0.0), x, torch.tensor([float("inf"), 2.0], device=device))
-    assert gradient.tolist() == [0.0, 2.0]
+@pytest.mark.parametrize("bounds", [(-1.0, 1.0), (float("nan"), 1.0)])
+@pytest.mark.parametrize("placed", ["cpu", "meta"])
+def test_retained_gradients_without_the_kernels(placed, bounds):
+    """Where the composite body, or PyTorch's op, is copied to what was there."""
+    leaf = torch.randn(9, device=placed, requires_grad=True)
+    kept = []
+    for function in (ops.hardtanh_, F.hardtanh_):
+        y = leaf * 1
+        y.retain_grad()
+        function(y, *bounds).sum().backward()
+        kept.append(y.grad)
+    assert kept[0].shape == kept[1].shape
+    assert placed == "meta" or torch.equal(*kept)
+
+
+def test_tangents_of_views_without_the_kernels():
+    def dual(function):
+        with forward_ad.dual_level():
+            base = forward_ad.make_dual(torch.randn(4, 6, requires_grad=True), torch.ones(4, 6)) * 1
+            view = base[1]
+            function(base, float("nan"), 1.0)
+            return forward_ad.unpack_dual(view).tangent
+
+    assert torch.equal(dual(ops.hardtanh_), dual(F.hardtanh_))

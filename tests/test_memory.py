@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import activations_cuda
+from activations_cuda import __main__ as command
 from activations_cuda.__main__ import main
 from activations_cuda.memory import LayerMemory, kept_bytes
 
@@ -82,6 +85,30 @@ def test_leaves_the_model_as_it_is():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Awkward(nn.Module):
+    """Integers, bounds that are PyTorch's op's to answer for, and an input that is passed twice."""
+
+    def forward(self, x, y):
+        F.hardtanh(torch.arange(9))
+        F.hardtanh(x * 1, -1.0, float("nan"))
+        return F.hardtanh(x * y)
+
+
+@pytest.mark.parametrize("around", [nullcontext, torch.no_grad, torch.inference_mode, activations_cuda.ConvertMode])
+def test_does_not_depend_on_what_is_around_it(around):
+    x = torch.randn(1000, requires_grad=True)
+    with around():
+        report = activations_cuda.memory_report(Awkward(), x, x)
+    # x itself, what the two hardtanh take; then of the last one its bits.
+    assert (report.before, report.after) == (3 * 4000, 2 * 4000 + 125)
+
+
+def test_compiled_models_are_counted_as_they_are():
+    x = torch.empty(4096, 64, device="meta")
+    compiled = activations_cuda.memory_report(torch.compile(Net()), x)
+    assert compiled == activations_cuda.memory_report(Net(), x)
+
+
 def test_nothing_to_convert_and_nothing_at_all():
     report = activations_cuda.memory_report(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4))
     assert report.before == report.after == 3 * 4 * 4
@@ -124,9 +151,18 @@ def test_command_refuses_bad_input(capsys, monkeypatch):
     assert "expected torchvision:NAME or timm:NAME, got mobilenet_v2" in fails(["report", "mobilenet_v2"], capsys)
     assert "expected torchvision:NAME or timm:NAME, got keras:vgg" in fails(["report", "keras:vgg"], capsys)
     assert "expected a positive number, got 0" in fails(["report", "timm:vgg11", "--batch", "0"], capsys)
-    monkeypatch.setitem(__import__("sys").modules, "torchvision", None)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
     message = fails(["report", "torchvision:mobilenet_v2"], capsys)
-    assert "the memory report needs torchvision: pip install 'activations-cuda[report]'" in message
+    assert "the memory report needs torchvision" in message
+    assert f"pip install 'activations-cuda[report]' torch=={torch.__version__.split('+')[0]}" in message
+
+
+def test_command_says_what_a_model_or_a_path_raises(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("tabulate")
+    monkeypatch.setattr(command, "load", lambda spec: Net())
+    assert "timm:net doesn't take images of shape (1, 3, 224, 224): " in fails(["report", "timm:net"], capsys)
+    monkeypatch.setattr(command, "load", lambda spec: nn.Identity())
+    assert "No such file" in fails(["report", "timm:net", "--json", str(tmp_path / "no" / "a.json")], capsys)
 
 
 @pytest.mark.parametrize("model", ["torchvision:mobilenet_v2", "timm:mobilenetv2_100"])

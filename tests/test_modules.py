@@ -121,10 +121,13 @@ def test_bad_input():
     for function in (activations_cuda.convert, activations_cuda.revert, activations_cuda.converted):
         with pytest.raises(TypeError, match=f"{function.__name__}: expected a torch.nn.Module, got function"):
             function(F.relu)
-    with pytest.raises(
-        ValueError, match=r"convert: expected a model with modules of exactly the class .*ReLU6.*, got one without"
-    ):
+    expected = "expected a model with modules of exactly the class .*ReLU6.*, got one with "
+    with pytest.raises(ValueError, match=f"convert: {expected}1 torch.ReLU"):
         activations_cuda.convert(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    with pytest.raises(ValueError, match=f"convert: {expected}1 activations_cuda.ReLU6"):
+        activations_cuda.convert(activations_cuda.convert(nn.ReLU6()))
+    with pytest.raises(ValueError, match=f"convert: {expected}no activation of the family"):
+        activations_cuda.convert(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="revert: expected a model with modules"):
         activations_cuda.revert(Net())
     model = Net()
@@ -136,11 +139,24 @@ def test_bad_input():
         activations_cuda.ReLU6(inplace=True)(torch.randn(3, requires_grad=True))
 
 
-def test_converted_models_compile(device):
+def compiled(function, x):
+    """What a compiled function returns, and the names of the ops that it was traced to."""
     torch._dynamo.reset()
+    names = []
+
+    def backend(graph, _):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    return torch.compile(function, fullgraph=True, backend=backend)(x), names
+
+
+def test_converted_models_compile(device):
     model = activations_cuda.convert(Net()).to(device)
     x = torch.randn(5, 4, device=device)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
+    y, names = compiled(model, x)
+    assert_same_values(y.detach(), model(x).detach())
+    assert {"fastact.relu6_", "fastact.hardsigmoid"} <= {name.removesuffix(".default") for name in names}
 
 
 FUNCTIONS = [
@@ -193,8 +209,16 @@ def test_convert_mode_leaves_the_rest():
 
 
 def test_convert_mode_compiles(device):
-    torch._dynamo.reset()
     x = torch.randn(100, device=device)
     with activations_cuda.ConvertMode():
-        y = torch.compile(lambda t: F.relu6(t) * 2, fullgraph=True)(x)
-    torch.testing.assert_close(y, F.relu6(x) * 2)
+        y, names = compiled(lambda t: F.relu6(t) * 2, x)
+    assert torch.equal(y, F.relu6(x) * 2)
+    assert "fastact.relu6" in {name.removesuffix(".default") for name in names}
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn])
+def test_relu_of_other_layouts_is_pytorchs(make):
+    x = make(torch.randn(5, 4))
+    y = ours(nn.ReLU())(x)
+    assert y.layout == x.layout
+    assert torch.equal(y.to_dense(), F.relu(x).to_dense())

@@ -123,7 +123,7 @@ void record_inplace(const at::Tensor& self, const at::Tensor& ordered, const at:
   // The node first: with the new version a view would take its edges anew, and not again once its base has this node.
   const bool requires_grad = torch::autograd::compute_requires_grad(self);
   NodePointer node = requires_grad ? make_node(self, ordered, mask, slopes) : nullptr;
-  record_inplace(self);
+  increment_version(self);
   if (requires_grad) {
     torch::autograd::rebase_history(self, std::move(node));
   }
@@ -134,7 +134,7 @@ void record_inplace(const at::Tensor& self, const at::Tensor& ordered, const at:
   }
 }
 
-void record_inplace(const at::Tensor& self) {
+void increment_version(const at::Tensor& self) {
   torch::autograd::increment_version(self);
 }
 

@@ -16,10 +16,10 @@ void record(const at::Tensor& self, const at::Tensor& output, const at::Tensor& 
 // Raises where autograd forbids that `self` is written to.
 void check_inplace(const at::Tensor& self);
 
-// The same for `self` that was written to; `mask` has the memory order of `ordered`.
+// As record, for `self` that was written to itself; `mask` has the memory order of `ordered`.
 void record_inplace(const at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes);
 
-// For an op that wrote to `self` where nobody wants a derivative.
-void record_inplace(const at::Tensor& self);
+// All there is to record of a write to `self` where nobody wants a derivative.
+void increment_version(const at::Tensor& self);
 
 }  // namespace fastact

@@ -29,6 +29,17 @@ bool is_plain(const Tensor& tensor) {
   return keys == DispatchKeySet(DispatchKey::CPU) || keys == DispatchKeySet(DispatchKey::CUDA);
 }
 
+// Sparse and MKL-DNN tensors and nested ones of the old kind have elements that ATen's composition can't reach.
+bool is_strided_or_jagged(const Tensor& tensor) {
+  return tensor.layout() == (tensor.is_nested() ? at::Layout::Jagged : at::Layout::Strided);
+}
+
+// Whether nobody else holds on to how a tensor came about, once its successor knows.
+bool may_forget_history(const Tensor& tensor) {
+  return at::GradMode::is_enabled() && !tensor.is_leaf() && !tensor.is_view() && !tensor.retains_grad() &&
+         !tensor._fw_grad(/*level=*/0).defined();
+}
+
 // Goes on below autograd: for a plain tensor that nobody watches (a dispatch mode, say) with kernel(backend), which the
 // dispatcher would call next and need not look up again; else with redispatch(keys).
 template <class Kernel, class Redispatch>
@@ -53,7 +64,7 @@ struct Kernels {
   static Slopes slopes(Parameters... parameters) { return typename Op::template Activation<double>(parameters...).slopes(); }
 
   static Tensor composite(const Tensor& self, Parameters... parameters) {
-    if (belongs_to_pytorch<Op>(self, parameters...)) {
+    if (belongs_to_pytorch<Op>(self, parameters...) || !is_strided_or_jagged(self)) {
       return pytorch<Op>(self, parameters...);
     }
     return fastact::composite<Op>(self, parameters...);
@@ -64,7 +75,7 @@ struct Kernels {
     const bool keeps_input = belongs_to_pytorch<Op>(self, parameters...);
     const Tensor output = composite(keeps_input ? self.clone() : self, parameters...);
     check_inplace(self);
-    if (!self.is_leaf() && !self.is_view() && at::GradMode::is_enabled()) {
+    if (may_forget_history(self)) {
       // `output` alone has the history now: copying would add zeros to the gradient of what `self` was.
       self.detach_();
     }
@@ -139,7 +150,7 @@ struct Kernels {
       below_autograd(
           keys, [&](auto backend) { fastact::packed_inplace<Op, decltype(backend)>(self, parameters...); },
           [&](DispatchKeySet below) { redispatch_inplace(below, self, parameters...); });
-      record_inplace(self);
+      increment_version(self);
     }
     return self;
   }
@@ -150,7 +161,7 @@ struct Kernels {
       const at::AutoDispatchBelowADInplaceOrView guard;
       redispatch_inplace(keys & c10::after_ADInplaceOrView_keyset, self, parameters...);
     }
-    record_inplace(self);
+    increment_version(self);
     return self;
   }
 
