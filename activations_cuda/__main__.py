@@ -27,7 +27,7 @@ LIBRARIES = {"torchvision": torchvision_model, "timm": timm_model}
 
 
 def load(spec):
-    """The model that `library:name` names, with random weights."""
+    """The model that `library:name` names, without weights."""
     library, _, name = spec.partition(":")
     if library not in LIBRARIES or not name:
         raise ValueError(f"expected torchvision:NAME or timm:NAME, got {spec}")
@@ -36,7 +36,8 @@ def load(spec):
         close = difflib.get_close_matches(name, known)
         hint = f"; do you mean {' or '.join(close)}?" if close else ""
         raise ValueError(f"{library} has no model {name}{hint}")
-    return create()
+    with torch.device("meta"):
+        return create()
 
 
 def report(arguments):

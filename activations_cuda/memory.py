@@ -162,7 +162,7 @@ def _current_module(model):
 def _count(model, inputs, *modes):
     """The bytes that each module keeps, on fake tensors that stand for the model's and the inputs."""
     state = dict(model.named_parameters()) | dict(model.named_buffers())
-    device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
+    device = next((tensor.device for tensor in state.values() if not tensor.is_meta), torch.device("cpu"))
 
     @cache  # an input that is passed twice is one
     def fake_like(tensor):
@@ -170,7 +170,8 @@ def _count(model, inputs, *modes):
         return fake.requires_grad_(tensor.requires_grad)
 
     with torch.inference_mode(False), torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
-        fake_state = {name: fake_mode.from_tensor(tensor) for name, tensor in state.items()}
+        # A model on the meta device stands for one on the CPU: attention, say, keeps more on meta tensors.
+        fake_state = {name: fake_like(t) if t.is_meta else fake_mode.from_tensor(t) for name, t in state.items()}
         fake_inputs = tree_map_only(torch.Tensor, fake_like, inputs)
         with ExitStack() as stack:
             owner = stack.enter_context(_current_module(model))
@@ -191,7 +192,7 @@ def memory_report(model: nn.Module, *example_inputs) -> MemoryReport:
     :func:`~activations_cuda.convert` and :class:`~activations_cuda.ConvertMode` reach by default.
 
     Args:
-        model: the model, in training mode if that is what is asked about.
+        model: the model, in training mode if that is what is asked about; it may be on the meta device.
         example_inputs: the arguments of its forward pass. Of tensors only shape, strides, dtype and requires_grad matter, so
             ``torch.empty(256, 3, 224, 224, device="meta")`` will do.
 

@@ -109,6 +109,13 @@ def test_compiled_models_are_counted_as_they_are():
     assert compiled == activations_cuda.memory_report(Net(), x)
 
 
+def test_models_without_weights():
+    with torch.device("meta"):
+        model = Net()
+    x = torch.empty(4096, 64, device="meta")
+    assert activations_cuda.memory_report(model, x) == activations_cuda.memory_report(Net(), x)
+
+
 def test_nothing_to_convert_and_nothing_at_all():
     report = activations_cuda.memory_report(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4))
     assert report.before == report.after == 3 * 4 * 4
