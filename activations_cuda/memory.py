@@ -134,13 +134,15 @@ class _PackedOps(TorchFunctionMode):
     """Makes this package's ops keep on fake tensors what they keep on real ones; else they would be traced."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if getattr(func, "namespace", None) == "fastact":
             name = func._schema.name.removeprefix("fastact::")
-            with_mask = getattr(getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask"), func._overloadname)
-            with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are PyTorch's op's to answer for
-                output, _ = with_mask(*args, **(kwargs or {}))
-                return args[0].copy_(output) if name.endswith("_") else output
-        return func(*args, **(kwargs or {}))
+            packet = getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask", None)
+            if packet is not None:
+                with suppress(NotImplementedError, ValueError):  # dtypes and parameters that PyTorch's op answers for
+                    output, _ = getattr(packet, func._overloadname)(*args, **kwargs)
+                    return args[0].copy_(output) if name.endswith("_") else output
+        return func(*args, **kwargs)
 
 
 @contextmanager

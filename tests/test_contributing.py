@@ -22,7 +22,7 @@ def test_a_new_member(tmp_path):
 
     insert("csrc/activations.h", "\n}  // namespace fastact", "\n" + struct)
     insert("csrc/family.def", "#undef ACTIVATION", line)
-    insert("tests/family.py", "]\nCLAMPING", row)
+    insert("tests/family.py", "]\nA_FEW", row)
     functional = tree / "activations_cuda/functional.py"
     functional.write_text(functional.read_text().replace("__all__ = [", '__all__ = ["relu_n", ') + "\n\n" + function)
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import requires_cuda
-from family import CLAMPING, assert_same_values, sample
+from family import A_FEW, assert_same_values, sample
 
 pytestmark = requires_cuda
 ops = torch.ops.fastact
@@ -47,7 +47,7 @@ def test_mask_on_another_device():
         ops.masked_scale(torch.randn(9, device="cuda"), torch.zeros(2, dtype=torch.uint8), 1.0, 0.0)
 
 
-@pytest.mark.parametrize("row", CLAMPING, ids=str)
+@pytest.mark.parametrize("row", A_FEW, ids=str)
 @pytest.mark.parametrize("numel", [2**31 - 1, 2**31 + 9, 2**32 + 5])
 def test_more_elements_than_32_bits_count(row, numel):
     """The ends and the surroundings of every 32-bit border; what lies between is compared in place."""
