@@ -5,7 +5,7 @@ VENV ?= .venv
 EXTRAS = test
 BIN = $(VENV)/bin
 # Named again where the package is installed, lest an extra like torchvision exchange the torch that it is compiled for.
-TORCH_VERSION = $(BIN)/python -c "import torch; print(torch.__version__)"
+TORCH_VERSION = $(BIN)/python -c "from importlib.metadata import version; print(version('torch'))"
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .PHONY: demo test bench bench-models lint build clean

@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -132,10 +131,9 @@ std::tuple<at::Tensor, at::Tensor> packed_with_mask(const at::Tensor& self, Para
   return {std::move(output), std::move(mask)};
 }
 
-// In place.
+// In place. A tensor that overlaps itself is not dense, and copy_ refuses it.
 template <class Op, class Backend, class... Parameters>
 void packed_inplace(const at::Tensor& self, Parameters... parameters) {
-  at::assert_no_internal_overlap(self);
   if (self.is_non_overlapping_and_dense()) {
     run<Op, Backend>(self, self, nullptr, parameters...);
   } else {
@@ -146,7 +144,6 @@ void packed_inplace(const at::Tensor& self, Parameters... parameters) {
 // In place. Returns beside the mask the tensor whose memory order it has: `self`, or where that isn't dense, a dense copy.
 template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_inplace_with_mask(const at::Tensor& self, Parameters... parameters) {
-  at::assert_no_internal_overlap(self);
   if (self.is_non_overlapping_and_dense()) {
     at::Tensor mask = Backend::empty_mask(self);
     run<Op, Backend>(self, self, mask.mutable_data_ptr<uint8_t>(), parameters...);
