@@ -35,14 +35,14 @@ def _check_classes(name, classes):
     return classes
 
 
-def _check_model(name, model):
+def check_model(name, model):
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: expected a torch.nn.Module, got {type(model).__name__}")
 
 
 def _swap(name, model, table):
     """Changes the class of the modules themselves: who holds one, its hooks, flags and name stay as they are."""
-    _check_model(name, model)
+    check_model(name, model)
     found = [module for module in model.modules() if type(module) in table]
     if not found:
         others = Counter(
@@ -91,7 +91,7 @@ def revert(model: nn.Module) -> nn.Module:
 
 def converted(model: nn.Module) -> Counter:
     """How many modules of this package a model has, by the name of their class."""
-    _check_model("converted", model)
+    check_model("converted", model)
     return Counter(type(module).__name__ for module in model.modules() if type(module) in PYTORCHS)
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from activations_cuda.conversion import OURS, ConvertMode
+from activations_cuda.conversion import OURS, ConvertMode, check_model
 
 __all__ = ["LayerMemory", "MemoryReport", "kept_bytes", "memory_report", "require"]
 
@@ -110,6 +110,11 @@ class MemoryReport:
         plt.close(figure)
 
 
+def _op_name(func):
+    """The name of one of this package's ops, such as relu6_; an empty one for any other function."""
+    return func._schema.name.removeprefix("fastact::") if getattr(func, "namespace", None) == "fastact" else ""
+
+
 class _PyTorchsOps(TorchFunctionMode):
     """Turns this package's ops into PyTorch's functions: what a converted model was before."""
 
@@ -119,10 +124,10 @@ class _PyTorchsOps(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if getattr(func, "namespace", None) == "fastact" and func._overloadname == "default":
-            name = func._schema.name.removeprefix("fastact::")
+        name = _op_name(func)
+        if name and func._overloadname == "default" and name not in ("hardshrink_", "softshrink_"):  # not PyTorch's in place
             pytorchs = getattr(nn.functional, name.removesuffix("_"), None)
-            if pytorchs and name not in ("hardshrink_", "softshrink_"):  # of which PyTorch has none in place
+            if pytorchs:
                 func, kwargs = pytorchs, kwargs | ({"inplace": True} if name.endswith("_") else {})
         if func in self.functions:
             with torch._C.DisableTorchFunction():  # or a ConvertMode around the report would turn it back
@@ -135,13 +140,12 @@ class _PackedOps(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if getattr(func, "namespace", None) == "fastact":
-            name = func._schema.name.removeprefix("fastact::")
-            packet = getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask", None)
-            if packet is not None:
-                with suppress(NotImplementedError, ValueError):  # dtypes and parameters that PyTorch's op answers for
-                    output, _ = getattr(packet, func._overloadname)(*args, **kwargs)
-                    return args[0].copy_(output) if name.endswith("_") else output
+        name = _op_name(func)
+        packet = getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask", None) if name else None
+        if packet is not None:
+            with suppress(NotImplementedError, ValueError):  # dtypes and parameters that PyTorch's op answers for
+                output, _ = getattr(packet, func._overloadname)(*args, **kwargs)
+                return args[0].copy_(output) if name.endswith("_") else output
         return func(*args, **kwargs)
 
 
@@ -201,8 +205,7 @@ def memory_report(model: nn.Module, *example_inputs) -> MemoryReport:
     Raises:
         TypeError: not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"memory_report: expected a torch.nn.Module, got {type(model).__name__}")
+    check_model("memory_report", model)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     before = _count(model, example_inputs, _PyTorchsOps())
     after = _count(model, example_inputs, _PackedOps(), ConvertMode())

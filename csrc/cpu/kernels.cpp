@@ -190,7 +190,10 @@ FASTACT_CLONES void masked_scale(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t begin, int64_t end) {
   using T = opmath_t<scalar_t>;
-  scalar_t scaled[2][kBlock] = {};
+  scalar_t scaled[2][kBlock];
+  // Once, and no more than the call needs: most calls are small.
+  std::fill_n(scaled[0], inside == 0 ? std::min(kBlock, end - begin) : 0, scalar_t(0));
+  std::fill_n(scaled[1], outside == 0 ? std::min(kBlock, end - begin) : 0, scalar_t(0));
   for (; begin < end; begin += kBlock) {
     const int64_t count = std::min(kBlock, end - begin);
     scalar_t buffer[kBlock];
@@ -203,7 +206,7 @@ FASTACT_CLONES void masked_scale(
       if (slope != 0) {
         transform(from, to, count, [&](T element, int64_t) { return element * slope; });
       }
-      return to;  // zeros, where nothing was written
+      return to;
     };
     select(times(inside, scaled[0]), times(outside, scaled[1]), mask + begin / kMaskBits, y + begin, count);
   }
