@@ -4,13 +4,15 @@
 //
 //     y = inside(x) ? linear(x) : saturated(x),    dy/dx = inside(x) ? slopes().inside : slopes().outside
 //
-// The kernels evaluate a struct on float or double; the composite body evaluates the same struct on at::Tensor, which is why
-// its members are templates and speak of conditions with `|`, `&` and `negation` only. Nothing here knows of ATen.
+// The kernels evaluate a struct on float or double. The composite body asks the same struct what is inside of an at::Tensor,
+// and for the value where PyTorch has no such op, which is why the members are templates and speak of conditions with `|`, `&`
+// and `negation` only. Nothing here knows of ATen.
 //
 // On each device the formulas are those of PyTorch's own op there, to the last bit; where PyTorch's two ops differ, `device`
 // decides.
 #pragma once
 
+#include <cmath>
 #include <limits>
 #include <type_traits>
 
@@ -63,14 +65,9 @@ FASTACT_HOST_DEVICE T clamp(T x, T low, T high) {
 #endif
 }
 
-// As at::full_like and at::detach on a tensor: `value` for every element of x; x as a constant.
 template <class T, class = std::enable_if_t<std::is_floating_point_v<T>>>
-FASTACT_HOST_DEVICE T full_like(T, T value) {
-  return value;
-}
-template <class T, class = std::enable_if_t<std::is_floating_point_v<T>>>
-FASTACT_HOST_DEVICE T detach(T x) {
-  return x;
+FASTACT_HOST_DEVICE T abs(T x) {
+  return std::fabs(x);
 }
 
 // A parameter as PyTorch takes it where it computes in the dtype itself.
@@ -91,6 +88,7 @@ FASTACT_HOST_DEVICE T value(const F& f, const T& x) {
 
 // What most members share: any parameters will do, inside the input passes as it is, outside nothing of the gradient passes.
 struct Activation {
+  static constexpr bool compares_input = true;  // with the parameters, to tell what is inside, and nothing computed from it
   static constexpr const char* requirement = "";
   template <class... Parameters>
   static bool accepts(Parameters...) {
@@ -217,6 +215,7 @@ struct HardsigmoidAffine : Activation {
   HardsigmoidAffine(double alpha, double beta) : alpha(static_cast<T>(alpha)), beta(static_cast<T>(beta)) {}
 
   static constexpr bool clamps = true;
+  static constexpr bool compares_input = false;
   static constexpr const char* requirement = "a number other than 0 for alpha and a number for beta";
   static bool accepts(double alpha, double beta) { return (alpha < 0 || alpha > 0) && beta == beta; }
 
@@ -247,14 +246,14 @@ struct Hardshrink : Activation {
 
   static constexpr bool clamps = false;
 
-  // NaN is inside.
+  // NaN is inside. One use of x: for what is used twice, compiled code may make a buffer.
   template <class X>
   FASTACT_HOST_DEVICE auto inside(const X& x) const {
-    return negation((x >= -lambd) & (x <= lambd));
+    return negation(abs(x) <= lambd);
   }
   template <class X>
-  FASTACT_HOST_DEVICE X saturated(const X& x) const {
-    return full_like(x, T(0));
+  FASTACT_HOST_DEVICE T saturated(const X&) const {
+    return T(0);
   }
 };
 
@@ -273,7 +272,7 @@ struct Softshrink : Hardshrink<scalar_t, device> {
 
   template <class X>
   FASTACT_HOST_DEVICE X linear(const X& x) const {
-    return x - clamp(detach(x), -shift, shift);
+    return x - clamp(x, -shift, shift);
   }
   template <class X>
   FASTACT_HOST_DEVICE X saturated(const X& x) const {
@@ -299,8 +298,8 @@ struct Threshold : Activation {
     return negation(x <= threshold);
   }
   template <class X>
-  FASTACT_HOST_DEVICE X saturated(const X& x) const {
-    return full_like(x, value);
+  FASTACT_HOST_DEVICE T saturated(const X&) const {
+    return value;
   }
 };
 

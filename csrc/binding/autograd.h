@@ -10,7 +10,7 @@ namespace fastact {
 // Whether anybody wants a derivative with respect to `self`, in reverse or in forward mode.
 bool needs_derivative(const at::Tensor& self);
 
-// Makes `output`, of which `mask` tells what was inside, a differentiable function of `self`.
+// Makes `output`, of which `mask` tells what was inside, a differentiable function of `self`. The mask is of bits, or of bool.
 void record(const at::Tensor& self, const at::Tensor& output, const at::Tensor& mask, Slopes slopes);
 
 // Raises where autograd forbids that `self` is written to.

@@ -1,29 +1,63 @@
-// The composite body: an activation as a handful of differentiable ATen ops, for whatever the kernels can't see into (tracing,
-// tensor subclasses, functorch's transforms, other devices). It computes in the kernels' precision and decides by their rule.
+// The composite body, for whatever the kernels can't see into (tracing, tensor subclasses, functorch's transforms, other
+// devices): the value by PyTorch's own op, and as ATen ops the condition that the kernels would write as bits.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 
+#include <type_traits>
+
 #include "../activations.h"
 
 namespace fastact {
 
-template <class F>
-at::Tensor compose(const F& f, const at::Tensor& self) {
-  const auto x = self.to(at::toOpMathType(self.scalar_type()));
-  // ATen's ops would give the saturated piece a gradient at the breakpoints; the family's rule gives it none.
-  const auto outer = f.slopes().outside == 0 ? x.detach() : x;
-  return at::where(f.inside(x), f.linear(x), f.saturated(outer)).to(self.scalar_type());
+// Calls function(f) with the struct that has the arithmetic of the tensor's dtype and device.
+template <class Op, class Function, class... Parameters>
+at::Tensor with_activation(const at::Tensor& self, const Function& function, Parameters... parameters) {
+  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, self.scalar_type(), Op::name, [&] {
+    return self.is_cpu() ? function(typename Op::template Activation<scalar_t, Device::cpu>(parameters...))
+                         : function(typename Op::template Activation<scalar_t, Device::cuda>(parameters...));
+  });
 }
 
+inline at::Tensor in_opmath(const at::Tensor& self) {
+  return self.to(at::toOpMathType(self.scalar_type()));
+}
+
+// The value of a member that PyTorch doesn't have.
 template <class Op, class... Parameters>
-at::Tensor composite(const at::Tensor& self, Parameters... parameters) {
-  return AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, self.scalar_type(), Op::name, [&] {
-    return self.is_cpu() ? compose(typename Op::template Activation<scalar_t, Device::cpu>(parameters...), self)
-                         : compose(typename Op::template Activation<scalar_t, Device::cuda>(parameters...), self);
-  });
+at::Tensor composed(const at::Tensor& self, Parameters... parameters) {
+  return with_activation<Op>(
+      self,
+      [&](const auto& f) {
+        const at::Tensor x = in_opmath(self);
+        if constexpr (std::decay_t<decltype(f)>::clamps) {
+          return f.saturated(x).to(self.scalar_type());
+        } else {
+          return at::where(f.inside(x), f.linear(x), f.saturated(x)).to(self.scalar_type());
+        }
+      },
+      parameters...);
+}
+
+inline bool holds(at::ScalarType dtype, double parameter) {
+  return dtype == at::kHalf       ? static_cast<c10::Half>(static_cast<float>(parameter)) == parameter
+         : dtype == at::kBFloat16 ? static_cast<c10::BFloat16>(static_cast<float>(parameter)) == parameter
+                                  : true;
+}
+
+// A tensor of bool: which elements are inside.
+template <class Op, class... Parameters>
+at::Tensor inside(const at::Tensor& self, Parameters... parameters) {
+  return with_activation<Op>(
+      self,
+      [&](const auto& f) {
+        // What compares alike in the dtype does so there: compiled code may store what is compared, and should not in float.
+        const bool alike = std::decay_t<decltype(f)>::compares_input && (holds(self.scalar_type(), parameters) && ...);
+        return f.inside(alike ? self : in_opmath(self));
+      },
+      parameters...);
 }
 
 }  // namespace fastact

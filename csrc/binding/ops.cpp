@@ -63,17 +63,39 @@ template <class Op, class... Parameters>
 struct Kernels {
   static Slopes slopes(Parameters... parameters) { return typename Op::template Activation<double>(parameters...).slopes(); }
 
+  // Whether PyTorch's op is the whole answer, its derivative included.
+  static bool is_pytorchs(const Tensor& self, Parameters... parameters) {
+    return belongs_to_pytorch<Op>(self, parameters...) || !is_strided_or_jagged(self);
+  }
+
   static Tensor composite(const Tensor& self, Parameters... parameters) {
-    if (belongs_to_pytorch<Op>(self, parameters...) || !is_strided_or_jagged(self)) {
-      return pytorch<Op>(self, parameters...);
+    if constexpr (std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>>) {
+      if (!is_pytorchs(self, parameters...)) {
+        return composed<Op>(self, parameters...);
+      }
     }
-    return fastact::composite<Op>(self, parameters...);
+    return pytorch<Op>(self, parameters...);
+  }
+
+  static Tensor autograd_composite(const Tensor& self, Parameters... parameters) {
+    if (!needs_derivative(self) || is_pytorchs(self, parameters...)) {
+      return composite(self, parameters...);
+    }
+    // The output tells relu's condition too, and the next layer mostly keeps that anyway.
+    constexpr bool by_output = std::is_same_v<Op, ReluOp>;
+    const auto [output, mask] = [&] {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      const Tensor output = composite(self, parameters...);
+      return std::make_tuple(output, inside<Op>(by_output ? output : self, parameters...));
+    }();
+    record(self, output, mask, slopes(parameters...));
+    return output;
   }
 
   static Tensor& composite_inplace(Tensor& self, Parameters... parameters) {
     // PyTorch's op keeps its input for backward, and that is about to be written to.
-    const bool keeps_input = belongs_to_pytorch<Op>(self, parameters...);
-    const Tensor output = composite(keeps_input ? self.clone() : self, parameters...);
+    const bool keeps_input = is_pytorchs(self, parameters...);
+    const Tensor output = autograd_composite(keeps_input ? self.clone() : self, parameters...);
     check_inplace(self);
     if (may_forget_history(self)) {
       // `output` alone has the history now: copying would add zeros to the gradient of what `self` was.
@@ -114,7 +136,7 @@ struct Kernels {
 
   static Tensor autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
     if (!is_plain(self) || belongs_to_pytorch<Op>(self, parameters...)) {
-      return composite(self, parameters...);
+      return autograd_composite(self, parameters...);
     }
     if (needs_derivative(self)) {
       return std::get<0>(recorded_with_mask(keys, self, parameters...));
