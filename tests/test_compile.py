@@ -1,7 +1,10 @@
 """torch.compile traces through the ops: they fuse with their neighbours and save what PyTorch's own op saves."""
 
 import math
+import os
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,6 +14,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import activations_cuda
+from conftest import requires_cuda
 from family import A_FEW, FAMILY, sample
 
 CALL = {"cpu": r"^\s*(?:kernels\.)?cpp_fused\w*\(", "cuda": r"^\s*triton_\w+\.run\("}
@@ -160,6 +164,69 @@ def test_costs_no_more_than_pytorchs(row, dtype, surroundings, device):
 def test_inplace_costs_no_more_than_pytorchs(name, dtype, device):
     ours, pytorchs = (partial(getattr(functions, name), inplace=True) for functions in (activations_cuda, torch.nn.functional))
     assert_costs_no_more(between_convolutions, ours, pytorchs, dtype, device)
+
+
+@requires_cuda
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("row", A_FEW, ids=str)
+def test_modes(row, mode):
+    """With CUDA graphs, and with kernels chosen by measurement."""
+    model = nn.Sequential(nn.Linear(64, 64), Apply(row), nn.Linear(64, 64)).cuda()
+    compiled = torch.compile(model, mode=mode, fullgraph=True)
+    for _ in range(4):  # the first two record the graph
+        x = torch.randn(128, 64, device="cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        gradients = []
+        for forward in (compiled, model):
+            loss = forward(x).square().sum()
+            gradients.append([gradient.clone() for gradient in torch.autograd.grad(loss, list(model.parameters()))])
+        for gradient, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-3)  # of matrix products that sum in another order
+
+
+@pytest.mark.parametrize("row", A_FEW, ids=str)
+def test_autocast(row, device):
+    results = []
+    for activation in (row, row.reference):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), Apply(activation), nn.Linear(16, 16)).to(device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y = torch.compile(model, fullgraph=True)(torch.randn(8, 16, device=device))
+        assert y.dtype == torch.bfloat16
+        y.sum().backward()
+        results.append((y, *(parameter.grad for parameter in model.parameters())))
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+TRAINS = """
+import torch
+from torch._dynamo.utils import counters
+
+import activations_cuda
+
+x = torch.linspace(-2, 2, 99, requires_grad=True)
+y = torch.compile(lambda x: activations_cuda.hardtanh(x * 2) + 1)(x)
+y.sum().backward()
+assert torch.equal(y, (x * 2).clamp(-1, 1) + 1)
+assert torch.equal(x.grad, 2.0 * (x.abs() < 0.5))
+print(counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_a_second_process_finds_the_first_ones_code(tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    hits = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", TRAINS], env=environment, cwd=tmp_path, check=True, capture_output=True
+            ).stdout
+        )
+        for _ in range(2)
+    ]
+    assert hits[0] == 0
+    assert hits[1] > 0
 
 
 def test_inplace_adds_nothing_to_the_gradient_of_what_was_there():

@@ -42,6 +42,50 @@ def test_runs_on_the_tensors_device():
     assert torch.equal(y, F.hardtanh(x))
 
 
+@pytest.mark.parametrize("row", A_FEW, ids=str)
+def test_several_streams(row):
+    """Each stream has tensors of its own; none waits for another."""
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    inputs = [sample(row, 100_003, torch.float32, "cuda", seed).requires_grad_() for seed in range(len(streams))]
+    grad = torch.randn(100_003, device="cuda")
+    torch.cuda.synchronize()
+    results = [[] for _ in streams]
+    for _ in range(20):
+        for stream, x, result in zip(streams, inputs, results, strict=True):
+            with torch.cuda.stream(stream):
+                result.append(torch.autograd.grad(row(x), x, grad)[0])
+    torch.cuda.synchronize()
+    for x, result in zip(inputs, results, strict=True):
+        for gradient in result:
+            assert_same_values(gradient, row.scaled(grad, x))
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+@pytest.mark.parametrize("row", A_FEW, ids=str)
+def test_cuda_graph(row, inplace):
+    """Forward and backward, captured once and replayed on other values."""
+    x = sample(row, 100_003, torch.float32, "cuda").requires_grad_()
+    grad = torch.randn(100_003, device="cuda")
+
+    def step():
+        y = row.inplace(x * 1, *row.parameters) if inplace else row(x)
+        return y, torch.autograd.grad(y, x, grad)[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # warms up
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, gradient = step()
+    for seed in (1, 2):
+        with torch.no_grad():
+            x.copy_(sample(row, 100_003, torch.float32, "cuda", seed))
+        graph.replay()
+        assert_same_values(y.detach(), row.reference(x.detach()))
+        assert_same_values(gradient, row.scaled(grad, x))
+
+
 def test_mask_on_another_device():
     with pytest.raises(RuntimeError, match="masked_scale: expected the mask on grad's device, cuda:0, got cpu"):
         ops.masked_scale(torch.randn(9, device="cuda"), torch.zeros(2, dtype=torch.uint8), 1.0, 0.0)
