@@ -16,6 +16,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "torch_version.h"
+
 #if defined(__CUDACC__)
 #define FASTACT_HOST_DEVICE __host__ __device__
 #else
@@ -262,9 +264,10 @@ struct Softshrink : Hardshrink<scalar_t, device> {
   using T = opmath_t<scalar_t>;
   T shift;
 
-  // PyTorch's CPU op decides what passes in the dtype, as its CUDA op does, but shifts by a lambd in opmath.
+  // What passes is decided in the dtype.
   explicit Softshrink(double lambd)
-      : Hardshrink<scalar_t, device>(lambd), shift(device == Device::cuda ? this->lambd : static_cast<T>(lambd)) {}
+      : Hardshrink<scalar_t, device>(lambd),
+        shift(device == Device::cuda || kCpuSoftshrinkShiftsInDtype ? this->lambd : static_cast<T>(lambd)) {}
 
   static constexpr bool clamps = true;
   static constexpr const char* requirement = "a finite lambd >= 0";
