@@ -12,14 +12,17 @@ them. An in-place form raises RuntimeError where autograd or overlapping memory 
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from activations_cuda import _C
 
 __all__ = ["hardshrink", "hardsigmoid", "hardtanh", "leaky_relu", "relu", "relu6", "softshrink", "threshold"]
 
 
-_ops = torch.ops.fastact  # what torch.compile can trace; calling the compiled module instead saves a microsecond
+# Where nothing is compiled, the forms below call the compiled module: torch.ops costs a microsecond more.
+def _ops(pytorch_has_it=True):
+    """Whose ops to call in what is compiled or exported; an exported program is to run where this package isn't installed."""
+    return torch.ops.aten if pytorch_has_it and is_exporting() else torch.ops.fastact
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -29,7 +32,7 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
 
     The gradient passes where ``x > 0`` and at NaN.
     """
-    ops = _ops if is_dynamo_compiling() else _C
+    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.relu_(input) if inplace else ops.relu(input)
 
 
@@ -40,7 +43,7 @@ def relu6(input: Tensor, inplace: bool = False) -> Tensor:
 
     The gradient passes where ``0 < x < 6`` and at NaN.
     """
-    ops = _ops if is_dynamo_compiling() else _C
+    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.relu6_(input) if inplace else ops.relu6(input)
 
 
@@ -56,7 +59,7 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
         negative_slope: the slope of the negative part. Where it is 0, no gradient passes there, an infinite one neither.
         inplace: write to the input.
     """
-    ops = _ops if is_dynamo_compiling() else _C
+    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.leaky_relu_(input, negative_slope) if inplace else ops.leaky_relu(input, negative_slope)
 
 
@@ -76,7 +79,7 @@ def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace
     Raises:
         ValueError: ``min_val > max_val``.
     """
-    ops = _ops if is_dynamo_compiling() else _C
+    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.hardtanh_(input, min_val, max_val) if inplace else ops.hardtanh(input, min_val, max_val)
 
 
@@ -101,12 +104,13 @@ def hardsigmoid(input: Tensor, inplace: bool = False, *, alpha: float | None = N
         ValueError: alpha without beta or beta without alpha, ``alpha == 0``, or NaN for either.
     """
     if alpha is None and beta is None:
-        ops = _ops if is_dynamo_compiling() else _C
+        ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
         return ops.hardsigmoid_(input) if inplace else ops.hardsigmoid(input)
     if alpha is None or beta is None:
         raise ValueError(f"hardsigmoid: expected both alpha and beta or neither, got alpha={alpha} and beta={beta}")
-    if is_dynamo_compiling():
-        return _ops.hardsigmoid_(input, alpha, beta) if inplace else _ops.hardsigmoid(input, alpha, beta)
+    if is_dynamo_compiling() or is_exporting():
+        ops = torch.ops.fastact
+        return ops.hardsigmoid_(input, alpha, beta) if inplace else ops.hardsigmoid(input, alpha, beta)
     return _C.hardsigmoid_affine_(input, alpha, beta) if inplace else _C.hardsigmoid_affine(input, alpha, beta)
 
 
@@ -122,7 +126,7 @@ def hardshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tens
         lambd: what is small; the input's dtype rounds it. Negative, it leaves all as it is.
         inplace: write to the input.
     """
-    ops = _ops if is_dynamo_compiling() else _C
+    ops = _ops(pytorch_has_it=not inplace) if is_dynamo_compiling() or is_exporting() else _C
     return ops.hardshrink_(input, lambd) if inplace else ops.hardshrink(input, lambd)
 
 
@@ -141,7 +145,7 @@ def softshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tens
     Raises:
         RuntimeError: a ``lambd`` that is negative or infinite.
     """
-    ops = _ops if is_dynamo_compiling() else _C
+    ops = _ops(pytorch_has_it=not inplace) if is_dynamo_compiling() or is_exporting() else _C
     return ops.softshrink_(input, lambd) if inplace else ops.softshrink(input, lambd)
 
 
@@ -158,5 +162,5 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
         value: what stands there instead.
         inplace: write to the input.
     """
-    ops = _ops if is_dynamo_compiling() else _C
+    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.threshold_(input, threshold, value) if inplace else ops.threshold(input, threshold, value)

@@ -250,10 +250,13 @@ void define(torch::Library& library) {
   };
 
   const std::string name = Op::name + overload;
-  library.def((name + "(Tensor self" + parameters + ") -> Tensor").c_str());
+  // It neither aliases nor mutates, but so tagged it is decomposed by torch.export's run_decompositions, which would keep an op
+  // that has a kernel of its own: the program is to run where this library isn't.
+  library.def((name + "(Tensor self" + parameters + ") -> Tensor").c_str(), {at::Tag::maybe_aliasing_or_mutating});
   implement(name, DispatchKey::CPU, &K::template packed<Cpu>);
   implement(name, DispatchKey::Autograd, &K::autograd);
-  implement(name, DispatchKey::CompositeImplicitAutograd, &K::composite);
+  // The dispatcher prefers it to Autograd's on backends without a kernel here: meta, jagged tensors.
+  implement(name, DispatchKey::CompositeImplicitAutograd, &K::autograd_composite);
   implement(name, DispatchKey::FuncTorchBatched, &K::composite);
 
   const std::string inplace = std::string(Op::name) + "_" + overload;
