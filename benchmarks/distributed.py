@@ -1,0 +1,162 @@
+"""Trains models in parallel on two GPUs for a few steps, as they come and converted: step time and peak memory of both.
+
+Writes benchmarks/results/<device>-x2-distributed.json. Exits with 1 where the first loss differs.
+"""
+
+import copy
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import activations_cuda
+from activations_cuda.demo import has_gpu
+from benchmarks import record
+from benchmarks.models import GIB, IMAGE, first_loss, from_torchvision, is_short, table
+from benchmarks.timing import StepClock, alternate
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    parallel: str
+    model: str
+    create: Callable
+    parallelize: Callable
+    shape: tuple  # of a rank's batch
+    autocast: bool  # to bfloat16; or else the model is of that dtype
+
+
+def mlp(width=4096):
+    linear = [nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(4)]
+    return nn.Sequential(linear[0], nn.Hardtanh(), linear[1], nn.Hardtanh(), linear[2], nn.Hardtanh(), linear[3])
+
+
+def data_parallel(model):
+    return DistributedDataParallel(model.to(memory_format=torch.channels_last))
+
+
+def fully_sharded(model):
+    for block in model.features:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def tensor_parallel(model):
+    """In pairs, and with plain tensors between the layers: PyTorch's hardtanh has no derivative on DTensors."""
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
+    device = next(model.parameters()).device.type
+    return parallelize_module(model, init_device_mesh(device, (dist.get_world_size(),)), plan)
+
+
+CASES = [
+    Case("DDP", "mobilenet_v2", lambda: from_torchvision("mobilenet_v2"), data_parallel, (128, *IMAGE), autocast=True),
+    Case("FSDP2", "mobilenet_v2", lambda: from_torchvision("mobilenet_v2"), fully_sharded, (128, *IMAGE), autocast=True),
+    Case("tensor parallel", "MLP, 4 x 4096", mlp, tensor_parallel, (8192, 4096), autocast=False),
+]
+
+
+class Training:
+    """A parallel model, its optimizer and a batch. Calling it takes a step and returns the loss."""
+
+    def __init__(self, case, model, batch):
+        before = torch.cuda.memory_allocated()
+        device = batch.device.type
+        self.model = case.parallelize(model.to(device).train())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        self.batch = batch
+        self.autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=case.autocast)
+        self.first_loss = first_loss(self)
+        self.held = torch.cuda.memory_allocated() - before  # between steps
+
+    def __call__(self):
+        with self.autocast:
+            outputs = self.model(self.batch)
+            loss = F.cross_entropy(outputs, torch.zeros(len(outputs), dtype=torch.long, device=outputs.device))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def peak(self, other):
+        """The most memory that a step needs, without what the other training holds."""
+        torch.cuda.reset_peak_memory_stats()
+        self()
+        return torch.cuda.max_memory_allocated() - other.held
+
+
+def on_all_ranks(condition):
+    conditions = [None] * dist.get_world_size()
+    dist.all_gather_object(conditions, condition)
+    return all(conditions)
+
+
+def measure(case, device, clock):
+    torch.manual_seed(0)  # on every rank alike
+    model = case.create()
+    batch = torch.randn(case.shape, device=device)
+    batch = batch.to(memory_format=torch.channels_last) if case.autocast else batch.bfloat16()
+    converted = activations_cuda.convert(copy.deepcopy(model))
+    before, after = trainings = [Training(case, m, batch) for m in (model, converted)]
+    times = alternate(clock, *trainings)
+    peaks = before.peak(after), after.peak(before)
+    ratios = sorted(b / a for a, b in zip(*(time.rounds for time in times), strict=True))
+    tenth = len(ratios) // 10
+    return {
+        "model": case.model,
+        "dtype": "bfloat16",
+        "mode": case.parallel,
+        "batch": case.shape[0],
+        "first_loss_equal": on_all_ranks(torch.equal(before.first_loss, after.first_loss)),
+        "before_ms": round(times[0].median / 1e3, 3),
+        "after_ms": round(times[1].median / 1e3, 3),
+        "time": round(times[1].median / times[0].median, 4),
+        "spread": [round(ratios[tenth], 3), round(ratios[-1 - tenth], 3)],
+        "time_at_most": None,
+        "before_gib": round(peaks[0] / GIB, 3),
+        "after_gib": round(peaks[1] / GIB, 3),
+        "memory": round(peaks[1] / peaks[0], 6),
+        "memory_at_most": None,
+    }
+
+
+def work(rank, rendezvous, path):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=RANKS, device_id=torch.device("cuda", rank))
+    rows = []
+    for case in tqdm(CASES, unit=" runs", disable=rank != 0):
+        rows.append(measure(case, "cuda", StepClock()))
+        torch.cuda.empty_cache()
+    if rank == 0:
+        record.write(path, {**record.origin(), "ranks": RANKS, "rows": rows})
+    dist.destroy_process_group()
+
+
+def main():
+    if not has_gpu() or torch.cuda.device_count() < RANKS:
+        sys.exit(f"python -m benchmarks.distributed: needs {RANKS} GPUs and a build of activations_cuda for them")
+    path = record.path(f"-x{RANKS}-distributed")
+    with tempfile.TemporaryDirectory() as directory:
+        rendezvous = (Path(directory) / "rendezvous").as_uri()
+        torch.multiprocessing.spawn(work, (rendezvous, path), nprocs=RANKS)
+    rows = json.loads(path.read_text())["rows"]
+    print(table(rows))
+    print("\nbefore: the model as it comes; after: converted. batch: of each GPU. Time and memory are those of the first GPU.")
+    sys.exit(1 if any(map(is_short, rows)) else 0)
+
+
+if __name__ == "__main__":
+    main()

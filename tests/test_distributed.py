@@ -1,0 +1,210 @@
+"""Distributed, on PyTorch's own engine: plain DTensors and models in parallel compute what a single process computes."""
+
+from datetime import timedelta
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import activations_cuda
+from activations_cuda.demo import has_gpu
+from family import A_FEW, FAMILY, sample
+
+requires_two_gpus = pytest.mark.skipif(not has_gpu() or torch.cuda.device_count() < 2, reason="needs two GPUs")
+GROUPS = [("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=requires_two_gpus)]
+
+
+def start(rank, cases, device, ranks, rendezvous):
+    """What each process runs: all cases, so that starting it is paid for once, and in step with the others when one fails."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
+    )
+    failures = []
+    for name, case in cases(device, ranks):
+        try:
+            case()
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+    dist.destroy_process_group()
+    assert not failures, f"{len(failures)} cases failed:\n" + "\n".join(failures)
+
+
+def group_name(group):
+    return "{1} {0}".format(*group)
+
+
+@pytest.fixture(params=GROUPS, ids=group_name)
+def run(request, tmp_path):
+    """Runs cases(device, ranks), which yields names and functions, on every rank."""
+    device, ranks = request.param
+
+    def run(cases):
+        torch.multiprocessing.spawn(start, (cases, device, ranks, tmp_path / "rendezvous"), nprocs=ranks)
+
+    return run
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+assert_close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-14)  # float64, summed in another order
+
+
+def distribute(x, mesh, placements):
+    """`x` as a DTensor. Where that is partial, two ranks have 2x and -x: no op does without the sum, which never rounds."""
+    local = distribute_tensor(x, mesh, [Replicate() if p.is_partial() else p for p in placements]).to_local()
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            local = local * (2, -1, 0, 0)[mesh.get_local_rank(dim)]
+    return DTensor.from_local(local, mesh, placements, shape=x.shape, stride=x.stride())
+
+
+def check_dtensor(row, mesh, placements, inplace=False):
+    """The value from one placement of the input, and the gradient from every placement of the output's gradient."""
+    shape = 5, 3  # on four ranks no shards are of one size, and some are empty
+    x = sample(row, 15, torch.float64, mesh.device_type).clamp(-9, 9).nan_to_num(0.1).view(shape)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(mesh.device_type)
+    leaf = distribute(x, mesh, placements).requires_grad_()
+    y = row.inplace(leaf * 1, *row.parameters) if inplace else row(leaf)
+    assert_equal(whole(y), row.reference(x))
+    for before, after in zip(placements, y.placements, strict=True):
+        assert after == before or before.is_partial(), y.placements
+    for grad_placements in placements_on(mesh):
+        (gradient,) = torch.autograd.grad(y, leaf, distribute(grad, mesh, grad_placements), retain_graph=True)
+        expected = row.scaled(grad, x)
+        assert_equal(whole(gradient), expected, msg=lambda text, p=grad_placements: f"gradient {p}: {text}")
+
+
+def placements_on(mesh):
+    return product([Shard(0), Shard(1), Replicate(), Partial()], repeat=mesh.ndim)
+
+
+def dtensors(device, ranks):
+    meshes = [(init_device_mesh(device, (ranks,)), FAMILY)]
+    if ranks == 4:
+        meshes.append((init_device_mesh(device, (2, 2)), A_FEW))
+    for mesh, rows in meshes:
+        for row, placements in product(rows, placements_on(mesh)):
+            yield f"{row}, {placements}", partial(check_dtensor, row, mesh, placements)
+            if not any(p.is_partial() for p in placements):  # PyTorch's in-place ops refuse those
+                yield f"{row} in place, {placements}", partial(check_dtensor, row, mesh, placements, inplace=True)
+
+
+def test_dtensor(run):
+    run(dtensors)
+
+
+def create():
+    """Activations behind a layer that is split by its outputs, behind a norm and behind a layer whose outputs are sums."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        nn.Hardsigmoid(),
+        nn.Linear(16, 8),
+        nn.LayerNorm(8),
+        nn.Hardtanh(),
+        nn.Linear(8, 16),
+        nn.ReLU6(),
+        nn.Linear(16, 8),
+        nn.Hardtanh(-0.1, 0.1),
+        nn.Linear(8, 4),
+    ).double()
+
+
+def data_parallel(model, mesh):
+    return DistributedDataParallel(model)
+
+
+def fully_sharded(model, mesh):
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model, mesh, local=True):
+    """The activations see plain tensors where `local`, else DTensors: sharded by features, by the sequence, and replicated."""
+    plan = {
+        "0": ColwiseParallel(use_local_output=local),
+        "2": RowwiseParallel(output_layouts=Shard(1), use_local_output=local),
+        "3": SequenceParallel(use_local_output=local),
+        "5": ColwiseParallel(input_layouts=Shard(1), use_local_output=local),
+        "7": RowwiseParallel(use_local_output=local),
+        "9": ColwiseParallel(output_layouts=Replicate(), use_local_output=local),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def in_both_ways(model, mesh, local=True):
+    """Tensor parallel along one dimension of the mesh, fully sharded along the other."""
+    return fully_sharded(tensor_parallel(model, mesh["model"], local), mesh["data"])
+
+
+def batch(device):
+    return 4 * torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+
+
+def gradients(model, batch):
+    whole(model(batch)).square().mean().backward()
+    return [whole(weight.grad) for weight in model.parameters()]
+
+
+def check_model(pytorchs, ours, mesh, parts=1, part=0):
+    """Converted, a parallel model has the gradients that PyTorch's activations give, and up to rounding a single process's."""
+    device = mesh.device_type
+    mine = batch(device).chunk(parts)[part]
+    actual = gradients(ours(activations_cuda.convert(create().to(device)), mesh), mine)
+    assert_equal(actual, gradients(pytorchs(create().to(device), mesh), mine))
+    assert_close(actual, gradients(create().to(device), batch(device)))
+
+
+def models(device, ranks):
+    line = init_device_mesh(device, (ranks,))
+    split = {"mesh": line, "parts": ranks, "part": line.get_local_rank()}
+    yield "DDP", partial(check_model, data_parallel, data_parallel, **split)
+    yield "FSDP2", partial(check_model, fully_sharded, fully_sharded, **split)
+    yield "tensor parallel", partial(check_model, tensor_parallel, tensor_parallel, line)
+    # PyTorch's hardtanh and hardsigmoid have no derivative on DTensors.
+    yield "tensor parallel, DTensors", partial(check_model, tensor_parallel, partial(tensor_parallel, local=False), line)
+    if ranks == 4:
+        square = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "model"))
+        split = {"mesh": square, "parts": 2, "part": square.get_local_rank("data")}
+        yield "in both ways", partial(check_model, in_both_ways, in_both_ways, **split)
+        yield "in both ways, DTensors", partial(check_model, in_both_ways, partial(in_both_ways, local=False), **split)
+
+
+def test_model(run):
+    run(models)
+
+
+def check_compiled(mesh):
+    device = mesh.device_type
+    model = tensor_parallel(activations_cuda.convert(create().to(device)), mesh, local=False)
+    actual = gradients(torch.compile(model, fullgraph=True), batch(device))
+    assert_close(actual, gradients(create().to(device), batch(device)))
+
+
+def compiled(device, ranks):
+    yield "tensor parallel, DTensors", partial(check_compiled, init_device_mesh(device, (ranks,)))
+
+
+@pytest.mark.parametrize("run", [GROUPS[0], GROUPS[-1]], indirect=True, ids=group_name)
+def test_compiled_model(run):
+    run(compiled)
