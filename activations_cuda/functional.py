@@ -11,7 +11,7 @@ them. An in-place form raises RuntimeError where autograd or overlapping memory 
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, compiler
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from activations_cuda import _C
@@ -22,7 +22,8 @@ __all__ = ["hardshrink", "hardsigmoid", "hardtanh", "leaky_relu", "relu", "relu6
 # Where nothing is compiled, the forms below call the compiled module: torch.ops costs a microsecond more.
 def _ops(pytorch_has_it=True):
     """Whose ops to call in what is compiled or exported; an exported program is to run where this package isn't installed."""
-    return torch.ops.aten if pytorch_has_it and is_exporting() else torch.ops.fastact
+    exporting = compiler._is_exporting_flag  # torch 2.11's Dynamo takes is_exporting() for true whatever it compiles
+    return torch.ops.aten if pytorch_has_it and exporting else torch.ops.fastact
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:

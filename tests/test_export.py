@@ -61,7 +61,7 @@ def images(batch, device):
 
 
 def export(model, x, strict=False):
-    return torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=strict)
+    return torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", max=1024)},), strict=strict)
 
 
 def targets(program):
@@ -158,7 +158,7 @@ def test_onnx(tmp_path):
     path = tmp_path / "model.onnx"
     arguments = [images(batch, "cpu") for batch in (2, 5)]
     model = nn.Sequential(ours, Apply(lambda x: torch.ops.fastact.hardsigmoid(x, 0.2, 0.5))).eval()
-    batch = {0: torch.export.Dim("batch")}
+    batch = {0: torch.export.Dim("batch", max=1024)}
     torch.onnx.export(model, (arguments[0],), path, dynamo=True, dynamic_shapes=(batch,), verbose=False)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for x in arguments:

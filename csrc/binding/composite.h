@@ -25,7 +25,7 @@ inline at::Tensor in_opmath(const at::Tensor& self) {
   return self.to(at::toOpMathType(self.scalar_type()));
 }
 
-// The value of a member that PyTorch doesn't have.
+// The value, for a member that PyTorch doesn't have.
 template <class Op, class... Parameters>
 at::Tensor composed(const at::Tensor& self, Parameters... parameters) {
   return with_activation<Op>(
