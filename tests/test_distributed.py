@@ -198,7 +198,8 @@ def check_compiled(mesh):
     device = mesh.device_type
     model = tensor_parallel(activations_cuda.convert(create().to(device)), mesh, local=False)
     actual = gradients(torch.compile(model, fullgraph=True), batch(device))
-    assert_close(actual, gradients(create().to(device), batch(device)))
+    # Compiled, hardsigmoid divides by 6; eager on CUDA it multiplies by a sixth rounded to float.
+    torch.testing.assert_close(actual, gradients(create().to(device), batch(device)), rtol=1e-5, atol=1e-8)
 
 
 def compiled(device, ranks):

@@ -23,8 +23,9 @@ import torch
 
 load, program, arguments, result = sys.argv[1:]
 assert not hasattr(torch.ops.fastact, "hardtanh")
+arguments = torch.load(arguments)  # first, to initialise CUDA: torch 2.11 doesn't when it loads a compiled package, and crashes
 model = torch.export.load(program).module() if load == "export" else torch._inductor.aoti_load_package(program)
-torch.save([model(x) for x in torch.load(arguments)], result)
+torch.save([model(x) for x in arguments], result)
 """
 
 

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "../activations.h"
+#include "family.h"
 
 namespace fastact {
 
@@ -25,7 +26,12 @@ inline at::Tensor in_opmath(const at::Tensor& self) {
   return self.to(at::toOpMathType(self.scalar_type()));
 }
 
-// The value, for a member that PyTorch doesn't have.
+// Whether PyTorch doesn't have the op, or in torch 2.11 no way to shard it.
+template <class Op>
+constexpr bool is_composed = std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>> || std::is_same_v<Op, HardshrinkOp> ||
+                             std::is_same_v<Op, ThresholdOp>;
+
+// The value as ATen ops.
 template <class Op, class... Parameters>
 at::Tensor composed(const at::Tensor& self, Parameters... parameters) {
   return with_activation<Op>(

@@ -69,8 +69,7 @@ struct Kernels {
   }
 
   static Tensor composite(const Tensor& self, Parameters... parameters) {
-    // PyTorch's threshold can't be sharded in torch 2.11.
-    if constexpr (std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>> || std::is_same_v<Op, ThresholdOp>) {
+    if constexpr (is_composed<Op>) {
       if (!is_pytorchs(self, parameters...)) {
         return composed<Op>(self, parameters...);
       }
