@@ -24,7 +24,7 @@ from tqdm import tqdm
 import activations_cuda
 from activations_cuda.demo import has_gpu
 from benchmarks import record
-from benchmarks.models import GIB, IMAGE, first_loss, from_torchvision, is_short, table
+from benchmarks.models import IMAGE, compare, first_loss, from_torchvision, is_short, table
 from benchmarks.timing import StepClock, alternate
 
 RANKS = 2
@@ -112,23 +112,14 @@ def measure(case, device, clock):
     converted = activations_cuda.convert(copy.deepcopy(model))
     before, after = trainings = [Training(case, m, batch) for m in (model, converted)]
     times = alternate(clock, *trainings)
-    peaks = before.peak(after), after.peak(before)
-    ratios = sorted(b / a for a, b in zip(*(time.rounds for time in times), strict=True))
-    tenth = len(ratios) // 10
     return {
         "model": case.model,
         "dtype": "bfloat16",
         "mode": case.parallel,
         "batch": case.shape[0],
         "first_loss_equal": on_all_ranks(torch.equal(before.first_loss, after.first_loss)),
-        "before_ms": round(times[0].median / 1e3, 3),
-        "after_ms": round(times[1].median / 1e3, 3),
-        "time": round(times[1].median / times[0].median, 4),
-        "spread": [round(ratios[tenth], 3), round(ratios[-1 - tenth], 3)],
+        **compare(*times, before.peak(after), after.peak(before)),
         "time_at_most": None,
-        "before_gib": round(peaks[0] / GIB, 3),
-        "after_gib": round(peaks[1] / GIB, 3),
-        "memory": round(peaks[1] / peaks[0], 6),
         "memory_at_most": None,
     }
 

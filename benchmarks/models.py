@@ -134,29 +134,35 @@ def first_loss(training):
     return training()
 
 
+def compare(before, after, peak_before, peak_after):
+    """What a row says of two trainings' Times and of their peaks in bytes."""
+    ratios = sorted(b / a for a, b in zip(before.rounds, after.rounds, strict=True))
+    tenth = len(ratios) // 10
+    return {
+        "before_ms": round(before.median / 1e3, 3),
+        "after_ms": round(after.median / 1e3, 3),
+        "time": round(after.median / before.median, 4),
+        "spread": [round(ratios[tenth], 3), round(ratios[-1 - tenth], 3)],
+        "before_gib": round(peak_before / GIB, 3),
+        "after_gib": round(peak_after / GIB, 3),
+        "memory": round(peak_after / peak_before, 6),
+    }
+
+
 def measure(name, model, dtype, compiled):
     torch._dynamo.reset()
     batch = normal(model.shape)
     before, after = trainings = [Training(m, batch, dtype, compiled) for m in both(model)]
     equal = torch.equal(*(first_loss(training) for training in trainings))
     times = alternate(StepClock(), *trainings)
-    peaks = before.peak([after]), after.peak([before])
-    ratios = sorted(b / a for a, b in zip(*(time.rounds for time in times), strict=True))
-    tenth = len(ratios) // 10
     key = name, str(dtype).removeprefix("torch."), "compiled" if compiled else "eager"
     time_at_most, memory_at_most = OWED.get(key, (None, None))
     return {
         **dict(zip(("model", "dtype", "mode"), key, strict=True)),
         "batch": model.shape[0],
         "first_loss_equal": None if compiled else equal,  # compiled code may differ in the last bit
-        "before_ms": round(times[0].median / 1e3, 3),
-        "after_ms": round(times[1].median / 1e3, 3),
-        "time": round(times[1].median / times[0].median, 4),
-        "spread": [round(ratios[tenth], 3), round(ratios[-1 - tenth], 3)],
+        **compare(*times, before.peak([after]), after.peak([before])),
         "time_at_most": time_at_most,
-        "before_gib": round(peaks[0] / GIB, 3),
-        "after_gib": round(peaks[1] / GIB, 3),
-        "memory": round(peaks[1] / peaks[0], 6),
         "memory_at_most": memory_at_most,
     }
 

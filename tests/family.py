@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import activations_cuda  # noqa: F401 - registers the ops
 
@@ -131,6 +132,22 @@ FAMILY = [
     Row("threshold", F.threshold, lambda x, t, v: ~(x <= t), (-0.3, 7.1), (-0.3,), takes_dtype=("cuda",)),
 ]
 A_FEW = [FAMILY[0], FAMILY[4]]  # a slope of 1 and another, where that will do
+
+
+def forms(row):
+    """The op, and the op in place of a copy."""
+    return row, lambda x: row.inplace(x * 1, *row.parameters)
+
+
+class Apply(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
 
 
 def opmath(dtype):

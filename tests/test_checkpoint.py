@@ -7,13 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from family import A_FEW, FAMILY, assert_same_values, sample
+from family import A_FEW, FAMILY, assert_same_values, forms, sample
 from test_dispatch import Log
-
-
-def forms(row):
-    """The op, and the op in place of a copy."""
-    return row, lambda x: row.inplace(x * 1, *row.parameters)
 
 
 def leaf_and_gradient(row, device, shape=(17, 59)):

@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 
 import activations_cuda
 from conftest import requires_cuda
-from family import A_FEW, FAMILY, sample
+from family import A_FEW, FAMILY, Apply, sample
 
 CALL = {"cpu": r"^\s*(?:kernels\.)?cpp_fused\w*\(", "cuda": r"^\s*triton_\w+\.run\("}
 
@@ -89,15 +89,6 @@ def test_dynamic_shapes_compile_once(row, device):
             y, expected = compiled(x), function(x)
             close(y, expected)
             close(*(torch.autograd.grad(output.sum(), x)[0] for output in (y, expected)))
-
-
-class Apply(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def alone(activation, dtype):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import activations_cuda
-from family import A_FEW, FAMILY, sample
+from family import A_FEW, FAMILY, Apply, sample
 
 # What another compiler or runtime may change: a fused multiply-add, the order of a convolution's sums.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -72,15 +72,6 @@ def targets(program):
 def assert_aten_alone(program):
     others = [name for name in targets(program) if not name.startswith("aten.")]
     assert not others
-
-
-class Apply(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 @pytest.mark.parametrize("strict", [False, True])

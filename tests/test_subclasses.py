@@ -9,16 +9,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import activations_cuda
-from family import A_FEW, FAMILY, assert_same_values, sample
+from family import A_FEW, FAMILY, assert_same_values, forms, sample
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 HAS_REFERENCE = [row for row in FAMILY if row.overload == "default"]
-
-
-def forms(row):
-    """The op, and the op in place of a copy."""
-    return row, lambda x: row.inplace(x * 1, *row.parameters)
 
 
 def assert_equal(actual, expected):
