@@ -14,7 +14,7 @@ from activations_cuda.memory import kept_bytes
 from benchmarks import record
 from benchmarks.cases import FLOAT, HALF, OPS, cpu_cases, gpu_cases, normal
 from benchmarks.plot import draw
-from benchmarks.timing import alternate
+from benchmarks.timing import alternate, spread
 
 
 def measure(case):
@@ -22,8 +22,6 @@ def measure(case):
         print(f"{case.case}, {case.op}, {case.x.dtype}, {case.x.numel()} elements: not equal to {case.reference_name}")
         sys.exit(2)
     ours, reference = alternate(case.clock, case.ours, case.reference)
-    ratios = sorted(b / a for a, b in zip(ours.rounds, reference.rounds, strict=True))
-    tenth = len(ratios) // 10
     return {
         "case": case.case,
         "op": case.op,
@@ -33,7 +31,7 @@ def measure(case):
         "ours_us": round(ours.median, 3),
         "reference_us": round(reference.median, 3),
         "ratio": round(reference.median / ours.median, 4),
-        "spread": [round(ratios[tenth], 3), round(ratios[-1 - tenth], 3)],
+        "spread": spread(reference, ours),
         "at_least": None if case.at_least is None else round(case.at_least, 4),
     }
 

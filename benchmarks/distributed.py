@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,7 +23,7 @@ from tqdm import tqdm
 import activations_cuda
 from activations_cuda.demo import has_gpu
 from benchmarks import record
-from benchmarks.models import IMAGE, compare, first_loss, from_torchvision, is_short, table
+from benchmarks.models import IMAGE, compare, first_loss, from_torchvision, is_short, mlp, table
 from benchmarks.timing import StepClock, alternate
 
 RANKS = 2
@@ -38,11 +37,6 @@ class Case:
     parallelize: Callable
     shape: tuple  # of a rank's batch
     autocast: bool  # to bfloat16; or else the model is of that dtype
-
-
-def mlp(width=4096):
-    linear = [nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(4)]
-    return nn.Sequential(linear[0], nn.Hardtanh(), linear[1], nn.Hardtanh(), linear[2], nn.Hardtanh(), linear[3])
 
 
 def data_parallel(model):

@@ -23,7 +23,7 @@ from activations_cuda.conversion import BY_DEFAULT
 from activations_cuda.demo import has_gpu
 from benchmarks import record
 from benchmarks.plot import draw_models
-from benchmarks.timing import StepClock, alternate
+from benchmarks.timing import StepClock, alternate, spread
 
 GIB = 2**30
 CAP = 8 * GIB  # of memory, for the question how large a batch may be
@@ -33,6 +33,11 @@ def from_torchvision(name):
     import torchvision
 
     return torchvision.models.get_model(name)
+
+
+def mlp(width=4096):
+    linear = [nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(4)]
+    return nn.Sequential(linear[0], nn.Hardtanh(), linear[1], nn.Hardtanh(), linear[2], nn.Hardtanh(), linear[3])
 
 
 def from_timm(name):
@@ -91,9 +96,9 @@ OWED = {
 class Training:
     """A model, its optimizer and one batch. Calling it takes a step and returns the loss."""
 
-    def __init__(self, model, batch, dtype, compiled):
+    def __init__(self, model, batch, dtype, compile=None):
         self.model = model.cuda().to(memory_format=torch.channels_last).train()
-        self.forward = torch.compile(self.model) if compiled else self.model
+        self.forward = compile(self.model) if compile else self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         self.batch = batch
         self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype=dtype)
@@ -118,8 +123,9 @@ class Training:
         return torch.cuda.max_memory_allocated() - sum(other.held() for other in others)
 
 
-def normal(shape):
-    return torch.randn(shape, device="cuda").to(memory_format=torch.channels_last)
+def normal(shape, dtype=torch.float32):
+    batch = torch.randn(shape, device="cuda", dtype=dtype)
+    return batch.to(memory_format=torch.channels_last) if batch.dim() == 4 else batch
 
 
 def both(model):
@@ -136,13 +142,11 @@ def first_loss(training):
 
 def compare(before, after, peak_before, peak_after):
     """What a row says of two trainings' Times and of their peaks in bytes."""
-    ratios = sorted(b / a for a, b in zip(before.rounds, after.rounds, strict=True))
-    tenth = len(ratios) // 10
     return {
         "before_ms": round(before.median / 1e3, 3),
         "after_ms": round(after.median / 1e3, 3),
         "time": round(after.median / before.median, 4),
-        "spread": [round(ratios[tenth], 3), round(ratios[-1 - tenth], 3)],
+        "spread": spread(after, before),
         "before_gib": round(peak_before / GIB, 3),
         "after_gib": round(peak_after / GIB, 3),
         "memory": round(peak_after / peak_before, 6),
@@ -152,7 +156,7 @@ def compare(before, after, peak_before, peak_after):
 def measure(name, model, dtype, compiled):
     torch._dynamo.reset()
     batch = normal(model.shape)
-    before, after = trainings = [Training(m, batch, dtype, compiled) for m in both(model)]
+    before, after = trainings = [Training(m, batch, dtype, torch.compile if compiled else None) for m in both(model)]
     equal = torch.equal(*(first_loss(training) for training in trainings))
     times = alternate(StepClock(), *trainings)
     key = name, str(dtype).removeprefix("torch."), "compiled" if compiled else "eager"
@@ -169,7 +173,7 @@ def measure(name, model, dtype, compiled):
 
 def fits(model, images):
     try:
-        training = Training(copy.deepcopy(model), normal((images, *IMAGE)), torch.float32, compiled=False)
+        training = Training(copy.deepcopy(model), normal((images, *IMAGE)), torch.float32)
         training()
         training()
     except torch.OutOfMemoryError:

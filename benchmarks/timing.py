@@ -20,10 +20,18 @@ class Time:
         return statistics.median(self.rounds)
 
 
+def spread(time, reference):
+    """Between which ratios eight tenths of the rounds lie."""
+    ratios = sorted(a / b for a, b in zip(time.rounds, reference.rounds, strict=True))
+    tenth = len(ratios) // 10
+    return [round(ratios[tenth], 3), round(ratios[-1 - tenth], 3)]
+
+
 class StepClock:
     """Time on the GPU."""
 
-    rounds = 25
+    def __init__(self, rounds=25):
+        self.rounds = rounds
 
     def __call__(self, function):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -41,6 +49,7 @@ class GpuClock(StepClock):
     """
 
     def __init__(self):
+        super().__init__()
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
         self.flush = torch.empty(4 * l2, dtype=torch.uint8, device="cuda")
 
