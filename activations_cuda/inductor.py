@@ -1,0 +1,268 @@
+"""Packed activations in compiled graphs, where they stand alone: a pass for Inductor.
+
+Under torch.compile an activation is a handful of ATen ops, which Inductor fuses with their neighbours. Between two matrix
+products there is nothing to fuse with, and the kernels that keep one bit per element take less time and memory::
+
+    step = torch.compile(model, options=activations_cuda.inductor.options())
+
+An activation of this package stays packed where Inductor gives each of its neighbours, forward and backward, a kernel of its
+own. Everywhere else the graph is what it is without the pass.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.operator_schemas import normalize_function
+from torch.fx.traceback import preserve_node_meta
+
+from activations_cuda import functional
+
+__all__ = ["options"]
+
+aten, fastact = torch.ops.aten, torch.ops.fastact
+
+
+def named(op_name):
+    """An op's packet, and its overloads."""
+    packet = getattr(fastact, op_name)
+    return packet, *(getattr(packet, overload) for overload in packet.overloads())
+
+
+# Backward of relu reads its output, which the next layer mostly keeps: the bits would come on top.
+NAMES = [name for name in functional.__all__ if name != "relu"]
+INPLACE = {op for name in NAMES for op in named(f"{name}_")}
+TO_MASKED = {op: named(f"{name}_with_mask")[0] for name in NAMES for op in (*named(name), *named(f"{name}_"))}
+FROM_MASKED = {op: named(name)[0] for name in NAMES for op in named(f"{name}_with_mask")}
+
+# What Inductor calls a library for.
+CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
+EXTERN = CONVOLUTIONS | {
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_cudnn_attention_backward,
+}
+
+
+class Pass(CustomGraphPass):
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+
+class Pack(Pass):
+    """Before autograd traces the graph: every activation becomes the op that returns its mask too."""
+
+    def __call__(self, graph: Graph) -> None:
+        values = Counter()  # how many there are so far, by their storage
+        for node in list(graph.nodes):
+            value = node.meta.get("example_value")
+            if node.target in TO_MASKED:
+                pack(node, values)
+            if is_plain(value):
+                values[storage(value)] += 1
+
+
+class Unpack(Pass):
+    """Once forward and backward are one graph: what doesn't stand alone becomes the ATen ops that Inductor fuses."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            if node.target in FROM_MASKED:
+                uses = [use for mask in items(node, 1) for use in mask.users]
+                if all(use.target is fastact.masked_scale.default for use in uses) and not stands_alone(node, uses):
+                    unpack(node, uses)
+
+
+class Chain(CustomGraphPass):
+    """Several passes where Inductor has room for one."""
+
+    def __init__(self, *passes):
+        self.passes = passes
+
+    def __call__(self, graph: Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+    def uuid(self) -> tuple | None:
+        """None, and the graph isn't cached, where one of the passes has none."""
+        uuids = tuple(each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes)
+        return None if None in uuids else uuids
+
+
+def is_plain(value):
+    """Whether it is a tensor with memory of its own, and not a subclass's or a functorch transform's."""
+    return isinstance(value, FakeTensor) and value.layout == torch.strided
+
+
+def storage(value):
+    return value.untyped_storage()._cdata
+
+
+def pack(node, values):
+    graph, op = node.graph, TO_MASKED[node.target]
+    normalized = normalize_function(node.target, node.args, node.kwargs)  # with the defaults, which op hasn't
+    if normalized is None:
+        return
+    (input, *parameters), named = normalized
+    value = input.meta.get("example_value")
+    if not is_plain(value) or len(node.all_input_nodes) > 1:
+        return  # a tensor subclass, a functorch transform, or parameters that are computed
+    if node.target in INPLACE:
+        # Memory that nothing else sees needn't be written to.
+        is_temporary = input.op not in ("placeholder", "get_attr") and len(input.users) == 1 and values[storage(value)] == 1
+        if not is_temporary:
+            return
+    try:
+        with value.fake_mode, torch.no_grad():
+            op(value, *parameters, **named)
+    except (NotImplementedError, ValueError):
+        return  # it is for PyTorch's op to answer
+    with graph.inserting_before(node):
+        with_mask = graph.call_function(op, (input, *parameters), named)
+        output = graph.call_function(operator.getitem, (with_mask, 0))
+    output.meta = node.meta
+    node.replace_all_uses_with(output)
+    graph.erase_node(node)
+
+
+def is_view(node):
+    return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def source(node):
+    """What a node is a view of."""
+    while is_view(node):
+        node = node.args[0]
+    return node
+
+
+def readers(node):
+    """The nodes that read a node, directly or through views."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers(user)
+        else:
+            yield user
+
+
+def computed_by(node):
+    """The node whose kernel a value comes from."""
+    return node.args[0] if node.target is operator.getitem else node
+
+
+def is_any_of(node, packets):
+    return getattr(computed_by(node).target, "overloadpacket", None) in packets
+
+
+def is_separate(node):
+    """Whether a node is a kernel of its own, or lies beyond this graph."""
+    return computed_by(node).op in ("placeholder", "output") or is_any_of(node, EXTERN)
+
+
+def is_fused(node):
+    """Whether Inductor adds a bias to the node's value itself, as it does to a convolution's on a GPU."""
+    return is_any_of(node, {aten.convolution}) and node.args[2] is not None and node.meta["val"].is_cuda
+
+
+def is_channels_last(value):
+    return value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last)
+
+
+def items(node, index):
+    return [user for user in node.users if user.args[1] == index]
+
+
+def stands_alone(with_mask, scales):
+    if not scales or config.max_autotune or config.max_autotune_gemm:
+        return False  # nobody needs the mask; Inductor may write the kernels around it itself
+    input = source(with_mask.args[0])
+    if is_fused(input) or input.op == "placeholder" or list(readers(input)) != [with_mask]:
+        return False  # who else has the input keeps it
+    grads = [source(scale.args[0]) for scale in scales]
+    around = [input, *grads, *(reader for node in (*grads, *items(with_mask, 0)) for reader in readers(node))]
+    if any(is_any_of(node, CONVOLUTIONS) for node in around) and not is_channels_last(input.meta["val"]):
+        return False  # Inductor may choose that layout, and the ops with a mask keep to the one that was traced
+    return all(is_separate(node) or node in scales for node in around) and all(map(leaves_alone, scales))
+
+
+def leaves_alone(scale):
+    """Whether a gradient is read by separate kernels, or summed beside one, for a bias.
+
+    A sum can be fused, but what it saves is the reading of a tensor that is there anyway, and so do the bits.
+    """
+    others = [reader for reader in readers(scale) if not is_separate(reader)]
+    return len(others) < len(list(readers(scale))) and all(reader.target is aten.sum.dim_IntList for reader in others)
+
+
+def unpack(with_mask, scales):
+    op, (input, *parameters) = FROM_MASKED[with_mask.target], with_mask.args
+
+    def forward_backward(input, *grads):
+        output = op(input, *parameters)
+        return output, *(torch.autograd.grad(output, input, grad, retain_graph=True)[0] for grad in grads)
+
+    value = input.meta["val"]
+    with value.fake_mode, torch.enable_grad(), preserve_node_meta():
+        grads = [scale.args[0].meta["val"] for scale in scales]
+        trace = make_fx(forward_backward, decomposition_table=select_decomp_table())
+        traced = trace(value.detach().requires_grad_(bool(grads)), *grads).graph
+
+    origins = dict(zip(traced.find_nodes(op="placeholder"), (with_mask, *scales), strict=True))
+    copies = {node: origin.args[0] for node, origin in origins.items()}
+    for node in traced.nodes:
+        if node.op == "call_function":
+            # What depends on a gradient belongs to the backward pass.
+            origin = next((origins[n] for n in node.all_input_nodes if origins[n] is not with_mask), with_mask)
+            with origin.graph.inserting_before(origin):
+                copies[node] = origin.graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {key: value for key, value in origin.meta.items() if key != "eager_input_vals"} | node.meta
+            origins[node] = origin
+
+    graph = with_mask.graph
+    output, *gradients = (copies[node] for node in traced.output_node().args[0])
+    for scale, gradient in zip(scales, gradients, strict=True):
+        scale.replace_all_uses_with(gradient)
+        graph.erase_node(scale)
+    for item in list(with_mask.users):
+        item.replace_all_uses_with(output)  # a mask has no more users
+        graph.erase_node(item)
+    graph.erase_node(with_mask)
+
+
+def options(others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The options that make torch.compile keep activations packed where they stand alone.
+
+    They are for ``torch.compile(model, options=...)`` or ``torch._inductor.config.patch(...)``. A pass of ``others`` or of
+    Inductor's configuration runs before the one that takes its place here. Under ``max_autotune`` nothing stands alone, since
+    Inductor may write any of the kernels around, and fuse.
+
+    Args:
+        others: further options of Inductor's; of a mode, ``torch._inductor.list_mode_options(mode)``.
+
+    Returns:
+        ``others`` and the two passes, ``pre_grad_custom_pass`` and ``joint_custom_pre_pass``.
+    """
+    others = dict(others or {})
+    for place, ours in {"pre_grad_custom_pass": Pack(), "joint_custom_pre_pass": Unpack()}.items():
+        theirs = others.get(place, getattr(config, place)) or ()
+        theirs = tuple(theirs) if isinstance(theirs, (list, tuple)) else (theirs,)
+        others[place] = Chain(*theirs, ours) if theirs else ours
+    return others
