@@ -43,3 +43,11 @@ def test_figures_of_models():
     assert set(table) <= expected
     largest = result["largest_batch"]
     assert f"takes {largest['after']} images instead of {largest['before']}" in TEXT
+
+
+@FROM_SOURCE
+def test_links_lead_to_tests():
+    links = re.findall(r"\[(\w+)\]\((tests/\w+\.py)\)", TEXT)
+    assert links
+    for name, path in links:
+        assert f"def test_{name}(" in (README.parent / path).read_text()
