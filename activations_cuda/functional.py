@@ -11,10 +11,10 @@ them. An in-place form raises RuntimeError where autograd or overlapping memory 
 """
 
 import torch
-from torch import Tensor, compiler
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch import Tensor
 
 from activations_cuda import _C
+from activations_cuda._torch_version import is_dynamo_compiling, is_exporting
 
 __all__ = ["hardshrink", "hardsigmoid", "hardtanh", "leaky_relu", "relu", "relu6", "softshrink", "threshold"]
 
@@ -22,8 +22,7 @@ __all__ = ["hardshrink", "hardsigmoid", "hardtanh", "leaky_relu", "relu", "relu6
 # Where nothing is compiled, the forms below call the compiled module: torch.ops costs a microsecond more.
 def _ops(pytorch_has_it=True):
     """Whose ops to call in what is compiled or exported; an exported program is to run where this package isn't installed."""
-    exporting = compiler._is_exporting_flag  # torch 2.11's Dynamo takes is_exporting() for true whatever it compiles
-    return torch.ops.aten if pytorch_has_it and exporting else torch.ops.fastact
+    return torch.ops.aten if pytorch_has_it and is_exporting() else torch.ops.fastact
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:

@@ -3,11 +3,14 @@
 
 #include <torch/version.h>
 
+#define FASTACT_TORCH_VERSION (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
+
+// Has compiled autograd today's interface for nodes in C++? Under an older one it refuses a graph that holds ours.
+#define FASTACT_COMPILED_AUTOGRAD (FASTACT_TORCH_VERSION >= 209)
+
 namespace fastact {
 
-constexpr int kTorchVersion = TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR;
-
 // softshrink's CPU op in half types: does it shift by a lambd rounded to the dtype, as the CUDA op does, or by one in opmath?
-constexpr bool kCpuSoftshrinkShiftsInDtype = kTorchVersion >= 214;
+constexpr bool kCpuSoftshrinkShiftsInDtype = FASTACT_TORCH_VERSION >= 214;
 
 }  // namespace fastact

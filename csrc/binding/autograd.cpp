@@ -4,14 +4,18 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "../torch_version.h"
 #include "find.h"
+
+#if FASTACT_COMPILED_AUTOGRAD
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#endif
 
 namespace fastact {
 namespace {
@@ -87,6 +91,7 @@ struct MaskedScaleBackward : Node {
 
   std::string name() const override { return "MaskedScaleBackward"; }
 
+#if FASTACT_COMPILED_AUTOGRAD
   // For compiled autograd: what the node depends on, and its backward as a function of that.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(mask_, /*is_output=*/false);
@@ -122,7 +127,6 @@ struct MaskedScaleBackward : Node {
     return result;
   }
 
- private:
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
     torch::dynamo::autograd::PackedArgs arguments(saved);
     const auto mask = arguments.unpack<at::Tensor>();
@@ -131,7 +135,9 @@ struct MaskedScaleBackward : Node {
     const auto outside = arguments.unpack<double>();
     return {scale(grads[0], mask, strides, {inside, outside})};
   }
+#endif
 
+ private:
   SavedVariable mask_;
   c10::SymDimVector strides_;
   Slopes slopes_;
@@ -159,7 +165,7 @@ bool needs_derivative(const at::Tensor& self) {
   return torch::autograd::compute_requires_grad(self) || self._fw_grad(/*level=*/0).defined();
 }
 
-void record(const at::Tensor& self, const at::Tensor& output, const at::Tensor& mask, Slopes slopes) {
+void record(const at::Tensor& self, at::Tensor& output, const at::Tensor& mask, Slopes slopes) {
   if (torch::autograd::compute_requires_grad(self)) {
     torch::autograd::set_history(output, make_node(self, output, mask, slopes));
   }
@@ -173,7 +179,7 @@ void check_inplace(const at::Tensor& self) {
   torch::autograd::check_inplace(self, torch::autograd::compute_requires_grad(self));
 }
 
-void record_inplace(const at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes) {
+void record_inplace(at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes) {
   // The node first: with the new version a view would take its edges anew, and not again once its base has this node.
   const bool requires_grad = torch::autograd::compute_requires_grad(self);
   NodePointer node = requires_grad ? make_node(self, ordered, mask, slopes) : nullptr;
@@ -188,7 +194,7 @@ void record_inplace(const at::Tensor& self, const at::Tensor& ordered, const at:
   }
 }
 
-void increment_version(const at::Tensor& self) {
+void increment_version(at::Tensor& self) {
   torch::autograd::increment_version(self);
 }
 

@@ -11,15 +11,15 @@ namespace fastact {
 bool needs_derivative(const at::Tensor& self);
 
 // Makes `output`, of which `mask` tells what was inside, a differentiable function of `self`. The mask is of bits, or of bool.
-void record(const at::Tensor& self, const at::Tensor& output, const at::Tensor& mask, Slopes slopes);
+void record(const at::Tensor& self, at::Tensor& output, const at::Tensor& mask, Slopes slopes);
 
 // Raises where autograd forbids that `self` is written to.
 void check_inplace(const at::Tensor& self);
 
 // As record, for `self` that was written to itself; `mask` has the memory order of `ordered`.
-void record_inplace(const at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes);
+void record_inplace(at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes);
 
 // All there is to record of a write to `self` where nobody wants a derivative.
-void increment_version(const at::Tensor& self);
+void increment_version(at::Tensor& self);
 
 }  // namespace fastact

@@ -5,12 +5,14 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "arguments.h"
 #include "autograd.h"
 #include "composite.h"
 #include "family.h"
 #include "find.h"
+#include "older_torch.h"
 #include "packed.h"
 
 namespace fastact {
@@ -31,7 +33,7 @@ bool is_plain(const Tensor& tensor) {
 
 // Sparse and MKL-DNN tensors and nested ones of the old kind have elements that ATen's composition can't reach.
 bool is_strided_or_jagged(const Tensor& tensor) {
-  return tensor.layout() == (tensor.is_nested() ? at::Layout::Jagged : at::Layout::Strided);
+  return tensor.is_nested() ? is_jagged(tensor) : tensor.layout() == at::kStrided;
 }
 
 // Whether nobody else holds on to how a tensor came about, once its successor knows.
@@ -83,7 +85,7 @@ struct Kernels {
     }
     // The output tells relu's condition too, and the next layer mostly keeps that anyway.
     constexpr bool by_output = std::is_same_v<Op, ReluOp>;
-    const auto [output, mask] = [&] {
+    auto [output, mask] = [&] {
       const at::AutoDispatchBelowADInplaceOrView guard;
       const Tensor output = composite(self, parameters...);
       return std::make_tuple(output, inside<Op>(by_output ? output : self, parameters...));
@@ -250,9 +252,8 @@ void define(torch::Library& library) {
   };
 
   const std::string name = Op::name + overload;
-  // It neither aliases nor mutates, but so tagged it is decomposed by torch.export's run_decompositions, which would keep an op
-  // that has a kernel of its own: the program is to run where this library isn't.
-  library.def((name + "(Tensor self" + parameters + ") -> Tensor").c_str(), {at::Tag::maybe_aliasing_or_mutating});
+  const std::vector<at::Tag> tags = decomposed();
+  library.def((name + "(Tensor self" + parameters + ") -> Tensor").c_str(), tags);
   implement(name, DispatchKey::CPU, &K::template packed<Cpu>);
   implement(name, DispatchKey::Autograd, &K::autograd);
   // The dispatcher prefers it to Autograd's on backends without a kernel here: meta, jagged tensors.

@@ -13,6 +13,7 @@
 
 #include "../kernels.h"
 #include "../mask.h"
+#include "older_torch.h"
 #include "strides.h"
 
 #if defined(FASTACT_CUDA)
@@ -111,8 +112,8 @@ void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parame
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, output.scalar_type(), Op::name, [&, &source = source, &rows = rows] {
         Backend::forward(
-            output, typename Op::template Activation<scalar_t, Backend::device>(parameters...),
-            source.template const_data_ptr<scalar_t>(), rows, output.mutable_data_ptr<scalar_t>(), mask, output.numel());
+            output, typename Op::template Activation<scalar_t, Backend::device>(parameters...), const_data<scalar_t>(source),
+            rows, mutable_data<scalar_t>(output), mask, output.numel());
       });
 }
 
@@ -127,7 +128,7 @@ template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_with_mask(const at::Tensor& self, Parameters... parameters) {
   at::Tensor output = Backend::empty(self, output_format<Op>(self));
   at::Tensor mask = Backend::empty_mask(self);
-  run<Op, Backend>(self, output, mask.mutable_data_ptr<uint8_t>(), parameters...);
+  run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);
   return {std::move(output), std::move(mask)};
 }
 
@@ -146,7 +147,7 @@ template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_inplace_with_mask(const at::Tensor& self, Parameters... parameters) {
   if (self.is_non_overlapping_and_dense()) {
     at::Tensor mask = Backend::empty_mask(self);
-    run<Op, Backend>(self, self, mask.mutable_data_ptr<uint8_t>(), parameters...);
+    run<Op, Backend>(self, self, mutable_data<uint8_t>(mask), parameters...);
     return {self, std::move(mask)};
   }
   auto result = packed_with_mask<Op, Backend>(self, parameters...);
@@ -165,8 +166,8 @@ at::Tensor packed_masked_scale(const at::Tensor& grad, const at::Tensor& mask, d
       at::kHalf, at::kBFloat16, output.scalar_type(), "masked_scale", [&, &source = source, &rows = rows] {
         using T = opmath_t<scalar_t>;
         Backend::masked_scale(
-            output, source.template const_data_ptr<scalar_t>(), rows, mask.const_data_ptr<uint8_t>(),
-            output.mutable_data_ptr<scalar_t>(), static_cast<T>(inside), static_cast<T>(outside), output.numel());
+            output, const_data<scalar_t>(source), rows, const_data<uint8_t>(mask), mutable_data<scalar_t>(output),
+            static_cast<T>(inside), static_cast<T>(outside), output.numel());
       });
   return output;
 }
