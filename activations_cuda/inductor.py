@@ -38,8 +38,9 @@ def named(op_name):
     return packet, *(getattr(packet, overload) for overload in packet.overloads())
 
 
-# Backward of relu reads its output, which the next layer mostly keeps: the bits would come on top.
-NAMES = [name for name in functional.__all__ if name != "relu"]
+# Backward of these reads their output, which the next layer mostly keeps: the bits would come on top.
+BY_OUTPUT = {"relu", "leaky_relu"}
+NAMES = [name for name in functional.__all__ if name not in BY_OUTPUT]
 INPLACE = {op for name in NAMES for op in named(f"{name}_")}
 TO_MASKED = {op: named(f"{name}_with_mask")[0] for name in NAMES for op in (*named(name), *named(f"{name}_"))}
 FROM_MASKED = {op: named(name)[0] for name in NAMES for op in named(f"{name}_with_mask")}

@@ -99,6 +99,9 @@ struct Activation {
 
   Slopes slopes() const { return {1, 0}; }
 
+  // Is inside(y) inside(x)? A compiled graph mostly keeps y for the next layer, and need not keep a condition then.
+  bool output_tells() const { return false; }
+
   template <class X>
   FASTACT_HOST_DEVICE X linear(const X& x) const {
     return x;
@@ -110,6 +113,8 @@ struct Relu : Activation {
   using T = opmath_t<scalar_t>;
 
   static constexpr bool clamps = true;
+
+  bool output_tells() const { return true; }
 
   // NaN is inside.
   template <class X>
@@ -132,6 +137,8 @@ struct LeakyRelu : Activation {
   static constexpr bool clamps = false;
 
   Slopes slopes() const { return {1, negative_slope}; }
+
+  bool output_tells() const { return negative_slope >= 0; }
 
   // NaN is outside.
   template <class X>

@@ -152,7 +152,7 @@ def test_costs_no_more_than_pytorchs(row, dtype, surroundings, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["relu", "relu6", "hardtanh", "hardsigmoid"])
+@pytest.mark.parametrize("name", ["relu", "relu6", "leaky_relu", "hardtanh", "hardsigmoid"])
 def test_inplace_costs_no_more_than_pytorchs(name, dtype, device):
     ours, pytorchs = (partial(getattr(functions, name), inplace=True) for functions in (activations_cuda, torch.nn.functional))
     assert_costs_no_more(between_convolutions, ours, pytorchs, dtype, device)

@@ -34,5 +34,12 @@ def test_a_new_member(tmp_path):
     result = run(sys.executable, "-m", "pytest", "-k", "relu_n", *tests, cwd=tree / "tests", PYTHONPATH=site)
     assert result.returncode == 0, result.stdout
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 100
-    program = "import activations_cuda as a, torch; print(a.__file__, a.relu_n(torch.tensor([-1.0, 1.0, 9.0]), 2.0).tolist())"
-    assert run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=site).stdout.endswith("[0.0, 1.0, 2.0]\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\n"
+        "from activations_cuda import relu_n\n"
+        "for function in relu_n, torch.compile(relu_n, backend='aot_eager', fullgraph=True):\n"
+        "    assert function(torch.tensor([-1.0, 1.0, 9.0]), 2.0).tolist() == [0.0, 1.0, 2.0]\n"
+    )
+    result = run(sys.executable, str(program), cwd=tmp_path, PYTHONPATH=site)
+    assert result.returncode == 0, result.stderr

@@ -14,11 +14,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
-from activations_cuda import hardshrink, hardtanh, inductor, relu
+from activations_cuda import hardshrink, hardtanh, inductor, leaky_relu, relu
 from conftest import requires_cuda
 from family import A_FEW, FAMILY, sample
 
-PACKS = [row for row in FAMILY if row.name != "relu"]
+PACKS = [row for row in FAMILY if row.name not in inductor.BY_OUTPUT]
 PACKED = (["hardtanh_with_mask"], ["masked_scale"])
 SIZE = 64
 
@@ -111,10 +111,10 @@ def test_packed_where_alone(function, device):
         lambda x, w: hardtanh(y := x @ w) @ w + y @ w,
         lambda x, w: hardtanh(hardshrink(x @ w)) @ w,
         lambda x, w: hardtanh(x @ w).sum(1),
-        lambda x, w: relu(x @ w) @ w,
+        lambda x, w: leaky_relu(relu(x @ w) @ w) @ w,
         lambda x, w: convolution(x, w, memory_format=torch.contiguous_format),
     ],
-    ids=["first", "after", "before", "input kept", "another", "sum", "relu", "other layout"],
+    ids=["first", "after", "before", "input kept", "another", "sum", "by output", "other layout"],
 )
 def test_composite_elsewhere(function, device):
     assert calls(function, square(device), square(device)) == ([], [])

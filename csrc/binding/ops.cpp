@@ -83,8 +83,7 @@ struct Kernels {
     if (!needs_derivative(self) || is_pytorchs(self, parameters...)) {
       return composite(self, parameters...);
     }
-    // The output tells relu's condition too, and the next layer mostly keeps that anyway.
-    constexpr bool by_output = std::is_same_v<Op, ReluOp>;
+    const bool by_output = typename Op::template Activation<double>(parameters...).output_tells();
     auto [output, mask] = [&] {
       const at::AutoDispatchBelowADInplaceOrView guard;
       const Tensor output = composite(self, parameters...);
