@@ -46,6 +46,13 @@ def test_figures_of_models():
 
 
 @FROM_SOURCE
+def test_figures_of_compiled_models():
+    rows = json.loads((RESULTS / "nvidia-h200-compiled.json").read_text())["rows"]
+    gib = {row["compiled"]: f"{row['gib']:.3f}" for row in rows if row["model"].startswith("MLP")}
+    assert f"in {gib['with the pass']} GiB instead of {gib['converted']}" in TEXT
+
+
+@FROM_SOURCE
 def test_links_lead_to_tests():
     links = re.findall(r"\[(\w+)\]\((tests/\w+\.py)\)", TEXT)
     assert links
