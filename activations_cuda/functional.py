@@ -1,8 +1,8 @@
 """The functional forms, named and ordered as in :mod:`torch.nn.functional`.
 
 Each returns PyTorch's own numbers to the bit on a plain CPU or CUDA tensor of dtype float64, float32, float16 or bfloat16, and
-keeps one bit per element for the backward pass. Under torch.compile, for tensor subclasses and in functorch's transforms each
-is a handful of ATen ops, of which a value's last bit may differ. Any other dtype gets what PyTorch's op does with it.
+keeps one bit per element for the backward pass. Under torch.compile each is a handful of ATen ops that fuse with their
+neighbours, and a value's last bit may differ. Any other dtype gets what PyTorch's op does with it.
 
 Common to all: the input is a tensor of any shape and strides. With ``inplace=True`` it is written to and returned; one bit per
 element is kept, and no clone of the input. Otherwise a new tensor of its shape, dtype and device is returned, with the strides
