@@ -47,7 +47,8 @@ def outcome(function, x, gradient):
 
 
 @pytest.mark.parametrize("name", ROWS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# The same examples in every run: what fails here fails everywhere.
+@settings(max_examples=500, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_equals_pytorch(name, device, data):
     row = ROWS[name]
