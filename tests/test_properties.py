@@ -66,7 +66,7 @@ def test_equals_pytorch(name, device, data):
         two_faults = name == "hardtanh" and numbers[0] > numbers[1] and max(map(abs, numbers)) > torch.finfo(dtype).max
         assert actual == expected or two_faults
         return
-    assert actual[0].stride() == expected[0].stride()
+    assert actual[0].stride() == expected[0].stride() or x.numel() == 0
     torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=0, equal_nan=True)
     regular = ~x.isnan()  # where PyTorch's CPU ops contradict one another
     torch.testing.assert_close(actual[1][regular], expected[1][regular], rtol=0, atol=0, equal_nan=True)
