@@ -109,7 +109,7 @@ def hardsigmoid(input: Tensor, inplace: bool = False, *, alpha: float | None = N
     if alpha is None or beta is None:
         raise ValueError(f"hardsigmoid: expected both alpha and beta or neither, got alpha={alpha} and beta={beta}")
     if is_dynamo_compiling() or is_exporting():
-        ops = torch.ops.fastact
+        ops = _ops(pytorch_has_it=False)
         return ops.hardsigmoid_(input, alpha, beta) if inplace else ops.hardsigmoid(input, alpha, beta)
     return _C.hardsigmoid_affine_(input, alpha, beta) if inplace else _C.hardsigmoid_affine(input, alpha, beta)
 

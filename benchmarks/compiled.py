@@ -40,7 +40,7 @@ def measure(name, model):
     times = alternate(StepClock(rounds=50, calls=8), *trainings)
     peaks = [training.peak([other for other in trainings if other is not training]) for training in trainings]
     best, least = min(times, key=lambda time: time.median), min(peaks)
-    rows = [
+    return [
         {
             "model": name,
             "dtype": "bfloat16",
@@ -54,7 +54,6 @@ def measure(name, model):
         }
         for contender, time, peak in zip(contenders, times, peaks, strict=True)
     ]
-    return rows
 
 
 def is_short(row):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_mask import packed
 
 from conftest import requires_cuda
 from family import FAMILY
 from test_exact import check
+from test_mask import packed
 
 # Beside those of the family: breakpoints at zero, at subnormals, at the ends of the range.
 MORE = {

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_mask import packed
 
 from family import DTYPES, FAMILY, bits, sample
+from test_mask import packed
 
 SIZES = range(258)
 OFFSETS = range(16)

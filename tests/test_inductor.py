@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from test_compile import between_convolutions, between_matmuls, costs, fresh_compiler  # noqa: F401
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from activations_cuda import hardshrink, hardtanh, inductor, leaky_relu, relu
 from conftest import requires_cuda
 from family import A_FEW, FAMILY, sample
+from test_compile import between_convolutions, between_matmuls, costs, fresh_compiler  # noqa: F401
 
 PACKS = [row for row in FAMILY if row.name not in inductor.BY_OUTPUT]
 PACKED = (["hardtanh_with_mask"], ["masked_scale"])
@@ -74,10 +74,10 @@ def attention(queries, others):
     return F.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(SIZE, SIZE)
 
 
-def convolution(x, w, b=None, memory_format=torch.channels_last):
+def convolution(x, w, memory_format=torch.channels_last):
     images = x.view(4, 4, 16, 16).to(memory_format=memory_format)
     weights = w[:4, :36].view(4, 4, 3, 3).to(memory_format=memory_format)
-    first = F.conv2d(images, weights, b, padding=1)
+    first = F.conv2d(images, weights, padding=1)
     return F.conv2d(hardtanh(first), weights, padding=1).flatten(1)
 
 
