@@ -92,7 +92,7 @@ def test_mask_on_another_device():
 
 
 @pytest.mark.parametrize("row", A_FEW, ids=str)
-@pytest.mark.parametrize("numel", [2**31 - 1, 2**31 + 9, 2**32 + 5])
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31, 2**31 + 9, 2**32 + 5])
 def test_more_elements_than_32_bits_count(row, numel):
     """The ends and the surroundings of every 32-bit border; what lies between is compared in place."""
     needed = 8 * 2 * numel
