@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,8 @@ try:
     import torch
 except ImportError:
     sys.exit(
-        "activations-cuda compiles against the torch that will run it, and none is installed here.\n"
-        "Install torch first, then, in the source tree: pip install --no-build-isolation ."
+        "activations-cuda: compiles against the torch that will run it, and this environment has none, as under pip's build "
+        "isolation: install torch, then run pip install --no-build-isolation . in the source tree"
     )
 
 
@@ -40,6 +41,24 @@ def find_toolkit():
     return None
 
 
+def check_toolkit(toolkit):
+    """End where the toolkit is of another CUDA major version than torch: what it compiles would not load."""
+    run = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True)
+    found = re.search(r"release (\d+)\.(\d+)", run.stdout)
+    major = torch.version.cuda.split(".")[0]
+    if found and found[1] != major:
+        sys.exit(
+            f"activations-cuda: {toolkit} is CUDA {found[1]}.{found[2]}, but torch {torch.__version__} is built with CUDA "
+            f"{torch.version.cuda}: set CUDA_HOME to a toolkit of CUDA {major}, or FORCE_CPU=1 to build without CUDA"
+        )
+
+
+def check_compiler():
+    compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
+    if not shutil.which(compiler):
+        sys.exit(f"activations-cuda: there is no C++ compiler {compiler}: install one, g++ say, or set CXX to it")
+
+
 def why_not_cuda(toolkit):
     if flag("FORCE_CPU"):
         return "FORCE_CPU is set"
@@ -47,7 +66,9 @@ def why_not_cuda(toolkit):
         return f"torch {torch.__version__} is a CPU build"
     if toolkit is None:
         where = os.environ.get("CUDA_HOME")
-        return f"CUDA_HOME={where} holds no nvcc and headers" if where else "no nvcc and headers were found; set CUDA_HOME"
+        return (
+            f"CUDA_HOME={where} holds no nvcc and headers" if where else "no nvcc and headers were found: set CUDA_HOME to them"
+        )
     return None
 
 
@@ -56,6 +77,11 @@ def supported_archs():
     names = re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags())
     archs = sorted({(int(name[:-1]), int(name[-1])) for name in names})
     return ";".join(f"{major}.{minor}" for major, minor in archs) + "+PTX"
+
+
+def tag():
+    """What a build serves, as part of its version: +pt211cu130, +pt213cpu."""
+    return "+pt" + torch_minor.replace(".", "") + ("cpu" if reason else "cu" + torch.version.cuda.replace(".", ""))
 
 
 def commit():
@@ -67,6 +93,7 @@ def commit():
     return subprocess.run(git, cwd=root, capture_output=True, text=True).stdout.strip() or None
 
 
+torch_minor = ".".join(torch.__version__.split(".")[:2])
 toolkit = find_toolkit()
 reason = why_not_cuda(toolkit)
 if reason and flag("FORCE_CUDA"):
@@ -74,6 +101,7 @@ if reason and flag("FORCE_CUDA"):
 if reason:
     print(f"activations-cuda: building for the CPU only: {reason}")
 else:
+    check_toolkit(toolkit)
     os.environ["CUDA_HOME"] = str(toolkit)  # read when torch.utils.cpp_extension is imported
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         os.environ["TORCH_CUDA_ARCH_LIST"] = supported_archs()
@@ -89,6 +117,7 @@ class BuildWithRecord(BuildExtension):
         self.force = True  # another torch or an edited header makes every object stale
 
     def run(self):
+        check_compiler()
         super().run()
         record = Path(self.get_ext_fullpath("activations_cuda._build")).with_name("_build.py")
         record.write_text(
@@ -118,4 +147,9 @@ else:
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
     )
 
-setup(ext_modules=[extension], cmdclass={"build_ext": BuildWithRecord})
+if "sdist" in sys.argv:  # which is built for no torch yet
+    serves = {"install_requires": ["torch"]}
+else:
+    serves = {"install_requires": [f"torch=={torch_minor}.*"], "options": {"egg_info": {"tag_build": tag()}}}
+
+setup(ext_modules=[extension], cmdclass={"build_ext": BuildWithRecord}, **serves)

@@ -12,6 +12,7 @@ import torch
 
 import activations_cuda
 from activations_cuda import _build, _load
+from conftest import requires_cuda
 
 ROOT = Path(__file__).parents[1]
 FROM_SOURCE = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
@@ -25,6 +26,8 @@ def run(*command, cwd=ROOT, **environment):
 def test_build_info():
     info = activations_cuda.build_info()
     assert info["version"] == activations_cuda.__version__
+    minor, cuda = "".join(torch.__version__.split(".")[:2]), info["cuda"]
+    assert info["version"].endswith(f"+pt{minor}cu{cuda.replace('.', '')}" if cuda else f"+pt{minor}cpu")
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert info["compiler"].split()[0] in ("gcc", "clang")
     if info["cuda"] is None:
@@ -71,41 +74,90 @@ def test_import_under_another_torch():
     assert "torch 1.13.1" in result.stderr
 
 
+def setup(*arguments, torch_is="torch.version.cuda = torch.version.cuda or '13.0'", **environment):
+    """setup.py under a torch that is doctored, by default into a CUDA build."""
+    program = f"import os, runpy, sys\nimport torch\n{torch_is}\nrunpy.run_path('setup.py')\n"
+    if not arguments:
+        arguments = ["--name"]
+        program += "print(os.environ.get('TORCH_CUDA_ARCH_LIST'))"
+    return run(sys.executable, "-c", program, *arguments, **environment)
+
+
+def assert_ends(result, *parts):
+    """It failed, and its last word is a line that has all of these."""
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    message = result.stderr.splitlines()[-1]
+    for part in ("activations-cuda: ", *parts):
+        assert part in message
+
+
 @FROM_SOURCE
 def test_force_cuda_makes_what_is_missing_an_error():
-    result = run(sys.executable, "setup.py", "--name", FORCE_CUDA="1", FORCE_CPU="1")
-    assert result.returncode != 0
-    assert "FORCE_CUDA is set, but FORCE_CPU is set" in result.stderr
-    if torch.version.cuda is None:
-        result = run(sys.executable, "setup.py", "--name", FORCE_CUDA="1")
-        assert result.returncode != 0
-        assert f"FORCE_CUDA is set, but torch {torch.__version__} is a CPU build" in result.stderr
+    cpu = f"torch {torch.__version__} is a CPU build"
+    assert_ends(setup(FORCE_CUDA="1", FORCE_CPU="1"), "FORCE_CUDA is set, but FORCE_CPU is set")
+    assert_ends(setup(FORCE_CUDA="1", torch_is="torch.version.cuda = None"), f"FORCE_CUDA is set, but {cpu}")
+    nowhere = setup(FORCE_CUDA="1", CUDA_HOME="/nonexistent")
+    assert_ends(nowhere, "FORCE_CUDA is set, but CUDA_HOME=/nonexistent holds no nvcc and headers")
+
+
+@FROM_SOURCE
+def test_no_torch_at_all():
+    """As within pip's build isolation."""
+    assert_ends(setup(torch_is="sys.modules['torch'] = None"), "install torch", "pip install --no-build-isolation .")
+
+
+@FROM_SOURCE
+@pytest.mark.parametrize("compiler, path", [("c++", "/nonexistent"), ("/nonexistent/g++", None)])
+def test_no_compiler(compiler, path):
+    environment = {"PATH": path} if path else {"CXX": compiler}
+    result = setup("--quiet", "build_ext", FORCE_CPU="1", **environment)
+    assert_ends(result, f"no C++ compiler {compiler}", "install one", "CXX")
+
+
+@FROM_SOURCE
+@pytest.mark.parametrize("force", ["0", "1"])
+def test_a_toolkit_of_another_major_version(force, tmp_path):
+    nvcc = tmp_path / "bin/nvcc"
+    for path, text in [(nvcc, "echo Cuda compilation tools, release 9.2, V9.2.148"), (tmp_path / "include/cuda_runtime.h", "")]:
+        path.parent.mkdir()
+        path.write_text(f"#!/bin/sh\n{text}\n")
+    nvcc.chmod(0o755)
+    result = setup(CUDA_HOME=str(tmp_path), FORCE_CUDA=force)
+    assert_ends(result, f"{tmp_path} is CUDA 9.2, but torch {torch.__version__} is built with CUDA", "CUDA_HOME", "FORCE_CPU=1")
 
 
 @FROM_SOURCE
 @pytest.mark.skipif(_build.cuda is None, reason="needs a CUDA build")
-def test_architectures_and_toolkit():
-    program = """
-import os, runpy, sys
-sys.argv[1:] = ["--name"]
-runpy.run_path("setup.py")
-print(os.environ["TORCH_CUDA_ARCH_LIST"])
-"""
-    unset = run(sys.executable, "-c", program, TORCH_CUDA_ARCH_LIST="").stdout.split()[-1]
+def test_architectures():
+    unset = setup(TORCH_CUDA_ARCH_LIST="").stdout.split()[-1]
     flags = torch._C._cuda_getArchFlags().split()
     assert unset.endswith("+PTX")
     assert {f"sm_{arch.replace('.', '')}" for arch in unset.removesuffix("+PTX").split(";")} == {
         f for f in flags if f[:3] == "sm_"
     }
-    assert run(sys.executable, "-c", program, TORCH_CUDA_ARCH_LIST="9.0").stdout.split()[-1] == "9.0"
-    missing = run(sys.executable, "setup.py", "--name", FORCE_CUDA="1", CUDA_HOME="/nonexistent")
-    assert missing.returncode != 0
-    assert "FORCE_CUDA is set, but CUDA_HOME=/nonexistent holds no nvcc and headers" in missing.stderr
+    assert setup(TORCH_CUDA_ARCH_LIST="9.0").stdout.split()[-1] == "9.0"
+
+
+@FROM_SOURCE
+@requires_cuda
+def test_a_build_for_another_gpu(tmp_path):
+    """Without PTX a cubin serves its own major version alone."""
+    major, minor = torch.cuda.get_device_capability()
+    other = "8.0" if major != 8 else "9.0"
+    options = ("--disable-pip-version-check", "--no-build-isolation", "--no-deps", "--target", str(tmp_path))
+    built = run(sys.executable, "-m", "pip", "install", *options, ".", TORCH_CUDA_ARCH_LIST=other, FORCE_CUDA="1")
+    assert built.returncode == 0, built.stdout + built.stderr
+    program = "import activations_cuda as a, torch; a.hardtanh(torch.ones(9, device='cuda'))"
+    result = run(sys.executable, "-c", program, cwd=tmp_path)
+    assert result.returncode != 0
+    assert f"expected code for this GPU, of compute capability {major}.{minor}" in result.stderr
+    assert f"build it again with TORCH_CUDA_ARCH_LIST={major}.{minor}" in result.stderr
 
 
 @FROM_SOURCE
 def test_force_cpu_says_so_in_one_line():
-    result = run(sys.executable, "setup.py", "--name", FORCE_CPU="1")
+    result = setup(FORCE_CPU="1")
     assert result.returncode == 0
     assert "activations-cuda: building for the CPU only: FORCE_CPU is set\n" in result.stdout
 

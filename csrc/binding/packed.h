@@ -90,7 +90,7 @@ struct Cuda {
   template <class F, class scalar_t>
   static void forward(const at::Tensor& output, F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t n) {
     const c10::cuda::CUDAGuard guard(output.device());
-    C10_CUDA_CHECK((cuda::forward<F, scalar_t>(f, x, rows, y, mask, n, c10::cuda::getCurrentCUDAStream())));
+    check_launch(cuda::forward<F, scalar_t>(f, x, rows, y, mask, n, c10::cuda::getCurrentCUDAStream()));
   }
 
   template <class scalar_t, class T>
@@ -98,7 +98,22 @@ struct Cuda {
       const at::Tensor& output, const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, T inside, T outside,
       int64_t n) {
     const c10::cuda::CUDAGuard guard(output.device());
-    C10_CUDA_CHECK(cuda::masked_scale<scalar_t>(grad, rows, mask, y, inside, outside, n, c10::cuda::getCurrentCUDAStream()));
+    check_launch(cuda::masked_scale<scalar_t>(grad, rows, mask, y, inside, outside, n, c10::cuda::getCurrentCUDAStream()));
+  }
+
+ private:
+  static void check_launch(cudaError_t error) {
+    if (error == cudaErrorNoKernelImageForDevice) {
+      int device, major, minor;
+      C10_CUDA_CHECK(cudaGetDevice(&device));
+      C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+      C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+      TORCH_CHECK(
+          false, "activations_cuda: expected code for this GPU, of compute capability ", major, ".", minor,
+          ", got a build for the ",
+          "architectures in activations_cuda.build_info() alone; build it again with TORCH_CUDA_ARCH_LIST=", major, ".", minor);
+    }
+    C10_CUDA_CHECK(error);
   }
 };
 #endif
