@@ -4,11 +4,13 @@ TORCH ?= torch
 VENV ?= .venv
 EXTRAS = test
 BIN = $(VENV)/bin
+# setuptools: 77 reads the licence in pyproject.toml, and torch 2.11 asks for less than 82.
+BUILD_NEEDS = "setuptools>=77,<82" wheel ninja
 # Named again where the package is installed, lest an extra like torchvision exchange the torch that it is compiled for.
 TORCH_VERSION = $(BIN)/python -c "from importlib.metadata import version; print(version('torch'))"
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test bench bench-models sanitize lint build clean
+.PHONY: demo test bench bench-models sanitize wheel lint build environment clean
 
 demo: build
 	$(BIN)/python -m activations_cuda
@@ -41,15 +43,36 @@ sanitize: build
 	    test_mask.py test_exact.py test_inplace.py) || exit 1; \
 	done
 
+# An sdist and the wheel for this torch, each tried in an environment of its own before it comes to dist/: the sdist says what to
+# do under build isolation and builds, its tests run against the installed wheel.
+NEW = build/new
+FRESH = build/fresh
+wheel: EXTRAS = test
+wheel: environment
+	rm -rf $(NEW) $(FRESH)
+	$(BIN)/python -c "import setuptools.build_meta as backend; backend.build_sdist('$(NEW)')"
+	$(BIN)/python -m pip wheel --verbose --no-build-isolation --no-deps --wheel-dir $(NEW) .
+	$(PYTHON) -m venv $(FRESH)
+	$(FRESH)/bin/python -m pip install --quiet "torch==$$($(TORCH_VERSION))" $(BUILD_NEEDS)
+	$(FRESH)/bin/python -m pip install $(NEW)/*.tar.gz 2>&1 | grep "pip install --no-build-isolation ."
+	FORCE_CPU=1 $(FRESH)/bin/python -m pip install --no-build-isolation $(NEW)/*.tar.gz
+	$(FRESH)/bin/python -m pip uninstall --quiet --yes activations-cuda
+	$(FRESH)/bin/python -m pip install --quiet "$$(ls $(NEW)/*.whl)[$(EXTRAS)]" "torch==$$($(TORCH_VERSION))"
+	cd $(FRESH) && bin/python -m activations_cuda
+	tar --extract --file $(NEW)/*.tar.gz --directory $(FRESH)
+	cd $(FRESH)/activations_cuda-*/tests && $(abspath $(FRESH))/bin/python -m pytest
+	mkdir -p dist && mv $(NEW)/* dist && ls -l dist
+
 lint: $(BIN)/python
 	$(BIN)/python -m pip install --quiet pre-commit
 	$(BIN)/python -m pre_commit run --all-files --show-diff-on-failure
 
-# setuptools: 77 reads the licence in pyproject.toml, and torch 2.11 asks for less than 82.
-build: $(BIN)/python
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install --quiet "setuptools>=77,<82" wheel ninja
+build: environment
 	$(BIN)/python -m pip install --verbose --no-build-isolation --editable ".[$(EXTRAS)]" "torch==$$($(TORCH_VERSION))"
+
+environment: $(BIN)/python
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install --quiet $(BUILD_NEEDS)
 
 $(BIN)/python:
 	$(PYTHON) -m venv --system-site-packages $(VENV) || { rm -rf $(VENV); exit 1; }
