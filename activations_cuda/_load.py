@@ -1,6 +1,7 @@
 """Loads the compiled library, which registers the ops, after making sure that it was built for this torch."""
 
 from importlib.metadata import version as _version
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ check_torch(torch.__version__, torch.version.cuda)
 from activations_cuda import _C  # noqa: E402
 
 
-def build_info():
+def build_info() -> dict[str, Any]:
     """How the installed package was built.
 
     Returns:

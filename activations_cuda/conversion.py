@@ -89,7 +89,7 @@ def revert(model: nn.Module) -> nn.Module:
     return _swap("revert", model, PYTORCHS)
 
 
-def converted(model: nn.Module) -> Counter:
+def converted(model: nn.Module) -> Counter[str]:
     """How many modules of this package a model has, by the name of their class."""
     check_model("converted", model)
     return Counter(type(module).__name__ for module in model.modules() if type(module) in PYTORCHS)
@@ -121,7 +121,7 @@ class ConvertMode(TorchFunctionMode):
         classes: the classes of torch.nn whose functions are meant, as for :func:`convert`.
     """
 
-    def __init__(self, classes: Iterable[type] = BY_DEFAULT):
+    def __init__(self, classes: Iterable[type] = BY_DEFAULT) -> None:
         super().__init__()
         self.functions = _functions(_check_classes("ConvertMode", classes))
 

@@ -3,6 +3,7 @@
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ ON_GPU = (4096, 393216)  # the shape this project began with: 6.4 GB in float32
 ON_CPU = (4096, 1024)
 COLUMNS = "{:<12} {:<19} {:>7} {:>11} {:>12} {:>10} {:>12} {:>15} {:>7}"
 
-OPS = {
+OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "hardtanh": (activations_cuda.hardtanh, F.hardtanh),
     "hardsigmoid": (activations_cuda.hardsigmoid, F.hardsigmoid),
 }

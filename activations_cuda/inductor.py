@@ -11,7 +11,7 @@ own. Everywhere else the graph is what it is without the pass.
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Pack(Pass):
     """Before autograd traces the graph: every activation becomes the op that returns its mask too."""
 
     def __call__(self, graph: Graph) -> None:
-        values = Counter()  # how many there are so far, by their storage
+        values: Counter[int] = Counter()  # how many there are so far, by their storage
         for node in list(graph.nodes):
             value = node.meta.get("example_value")
             if node.target in TO_MASKED:
@@ -95,14 +95,14 @@ class Unpack(Pass):
 class Chain(CustomGraphPass):
     """Several passes where Inductor has room for one."""
 
-    def __init__(self, *passes):
+    def __init__(self, *passes: Callable[[Graph], None]) -> None:
         self.passes = passes
 
     def __call__(self, graph: Graph) -> None:
         for each in self.passes:
             each(graph)
 
-    def uuid(self) -> tuple | None:
+    def uuid(self) -> tuple[Any, ...] | None:
         """None, and the graph isn't cached, where one of the passes has none."""
         uuids = tuple(each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.passes)
         return None if None in uuids else uuids

@@ -1,14 +1,16 @@
 """What autograd keeps for the backward pass, counted without doing the work: the model runs on fake tensors."""
 
+import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -20,7 +22,7 @@ from activations_cuda.conversion import OURS, ConvertMode, check_model
 __all__ = ["LayerMemory", "MemoryReport", "kept_bytes", "memory_report", "require"]
 
 
-def require(name: str):
+def require(name: str) -> Any:
     """Import what only the report needs, or say how to install it."""
     try:
         return import_module(name)
@@ -31,11 +33,11 @@ def require(name: str):
 
 
 @contextmanager
-def _kept(owner: Callable[[], str], but: tuple = ()):
+def _kept(owner: Callable[[], str], but: tuple[Tensor, ...] = ()) -> Iterator[dict[str, int]]:
     """Yields a dict that gets, for whoever owner() names at the time, the bytes of the storages that autograd keeps; a storage
     counts once, those of the tensors `but` not at all."""
     seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in but}
-    kept = defaultdict(int)
+    kept: defaultdict[str, int] = defaultdict(int)
 
     def pack(tensor):
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -48,7 +50,7 @@ def _kept(owner: Callable[[], str], but: tuple = ()):
         yield kept
 
 
-def kept_bytes(function: Callable, *arguments) -> int:
+def kept_bytes(function: Callable[..., Any], *arguments: Any) -> int:
     """The bytes that autograd keeps for the backward pass of function(*arguments)."""
     with _kept(lambda: "") as kept:
         output = function(*arguments)
@@ -77,7 +79,7 @@ class MemoryReport:
     before: int
     after: int
 
-    def __str__(self):
+    def __str__(self) -> str:
         rows = [(layer.name, layer.kind, layer.before, layer.after) for layer in self.layers]
         rows.append(("in all", "", self.before, self.after))
         cells = [
@@ -88,7 +90,7 @@ class MemoryReport:
         align = ("left", "left", "right", "right", "right")
         return require("tabulate").tabulate(cells, headers=headers, colalign=align, disable_numparse=True)
 
-    def plot(self, path):
+    def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw a bar chart of the layers into a file whose suffix tells the format."""
         require("matplotlib").use("Agg", force=False)
         plt = require("matplotlib.pyplot")
@@ -189,7 +191,7 @@ def _count(model, inputs, *modes):
     return kept
 
 
-def memory_report(model: nn.Module, *example_inputs) -> MemoryReport:
+def memory_report(model: nn.Module, *example_inputs: Any) -> MemoryReport:
     """What autograd keeps for a model's backward pass, layer by layer, before and after conversion.
 
     Runs the model's forward pass twice on fake tensors: needs no GPU, no memory and next to no time, and leaves parameters,

@@ -1,0 +1,6 @@
+"""What setup.py writes beside the compiled module."""
+
+commit: str | None
+torch: str
+cuda: str | None
+archs: list[str]
