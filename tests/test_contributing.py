@@ -1,17 +1,15 @@
 """What CONTRIBUTING.md tells one to write for a new member of the family is all that it takes."""
 
 import re
-import shutil
 import sys
 
-from test_build import FROM_SOURCE, ROOT, run
+from trees import FROM_SOURCE, ROOT, copy, install, run
 
 
 @FROM_SOURCE
 def test_a_new_member(tmp_path):
     tree = tmp_path / "tree"
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "_build.py", "__pycache__")
-    shutil.copytree(ROOT, tree, ignore=ignored)
+    copy(tree)
     struct, line, row, function = re.findall(r"```(?:cpp|python)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
 
     def insert(path, before, text):
@@ -27,9 +25,7 @@ def test_a_new_member(tmp_path):
     functional.write_text(functional.read_text().replace("__all__ = [", '__all__ = ["relu_n", ') + "\n\n" + function)
 
     site = str(tmp_path / "site")
-    options = ("--no-build-isolation", "--no-deps", "--target", site)
-    built = run(sys.executable, "-m", "pip", "--disable-pip-version-check", "install", *options, ".", cwd=tree, FORCE_CPU="1")
-    assert built.returncode == 0, built.stdout + built.stderr
+    install(tree, site, FORCE_CPU="1")
     tests = ["test_exact.py", "test_mask.py", "test_autograd.py", "test_transforms.py", "test_inplace.py", "test_errors.py"]
     result = run(sys.executable, "-m", "pytest", "-k", "relu_n", *tests, cwd=tree / "tests", PYTHONPATH=site)
     assert result.returncode == 0, result.stdout

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import activations_cuda
-from test_build import FROM_SOURCE, ROOT, run
+from trees import FROM_SOURCE, ROOT, run
 
 pytest.importorskip("mypy")
 
