@@ -1,0 +1,186 @@
+"""Breaks the kernels on purpose, one mutant at a time, and tells which of them the tests catch.
+
+    python tests/mutations.py cpu
+    python tests/mutations.py cuda    # one needs two GPUs to be caught
+
+Each is built from a copy of the tree and meets the kernels' tests until one fails. Exits with 1 where a mutant survives.
+"""
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from trees import copy, install, run
+
+TESTS = [
+    f"test_{name}.py" for name in ("mask", "exact", "inplace", "guards", "errors", "exhaustive", "properties", "load", "cuda")
+]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    what: str
+    file: str
+    code: str
+    broken: str  # what stands there instead
+
+
+ACTIVATIONS = [
+    Mutant("hardtanh: inside at max_val", "csrc/activations.h", "x >= max_val", "x > max_val"),
+    Mutant("relu: inside at 0", "csrc/activations.h", "negation(x <= T(0))", "negation(x < T(0))"),
+    Mutant("hardsigmoid: inside at -3", "csrc/activations.h", "x > T(-3)", "x >= T(-3)"),
+    Mutant("leaky_relu: inside at 0", "csrc/activations.h", "return x > T(0);", "return x >= T(0);"),
+    Mutant("hardshrink: inside at lambd", "csrc/activations.h", "abs(x) <= lambd", "abs(x) < lambd"),
+    Mutant("hardshrink: lambd not in the dtype", "csrc/activations.h", "lambd(in_dtype<scalar_t>(lambd))", "lambd(lambd)"),
+    Mutant("threshold: inside at it", "csrc/activations.h", "negation(x <= threshold)", "negation(x < threshold)"),
+    Mutant("affine: not inside below 1/2", "csrc/activations.h", "(y > T(0)) & (y < T(1))", "(y > T(0.5)) & (y < T(1))"),
+    Mutant("rows that step unevenly", "csrc/binding/strides.h", "stride == next)", "true)"),
+    Mutant("a mask of any length", "csrc/binding/arguments.h", "mask.sym_numel() == bytes", "true"),
+    Mutant("a mask of any strides", "csrc/binding/arguments.h", "&& mask.is_contiguous()", ""),
+    Mutant("a mask of any dtype", "csrc/binding/arguments.h", "mask.scalar_type() == at::kByte", "true"),
+    Mutant("no byte for the last bits", "csrc/mask.h", "(numel + (kMaskBits - 1)) / kMaskBits", "numel / kMaskBits"),
+    Mutant(
+        "a mask is leaked",
+        "csrc/binding/packed.h",
+        "run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);",
+        "run<Op, Backend>(self, output, mutable_data<uint8_t>(*new at::Tensor(mask)), parameters...);",
+    ),
+]
+
+ON = {
+    "cpu": [
+        Mutant("NaN is clamped", "csrc/activations.h", "x < low ? low : x", "x > low ? x : low"),
+        Mutant(
+            "the tail's bits are not packed",
+            "csrc/cpu/kernels.cpp",
+            "  if (i < n) {\n    const",
+            "  if (i + 1 < n) {\n    const",
+        ),
+        Mutant("bits past the end", "csrc/cpu/kernels.cpp", "std::fill(flags + n, flags + (n + 15) / 16 * 16, 0);", ""),
+        Mutant(
+            "the tail is not scaled",
+            "csrc/cpu/kernels.cpp",
+            "for (; i < n; ++i) {\n    y[i] = mask",
+            "for (; i < n - 1; ++i) {\n    y[i] = mask",
+        ),
+        Mutant(
+            "the tail is one too long",
+            "csrc/cpu/kernels.cpp",
+            "for (; i < n; ++i) {\n    y[i] = mask",
+            "for (; i <= n; ++i) {\n    y[i] = mask",
+        ),
+        Mutant(
+            "bits in the other order", "csrc/cpu/kernels.cpp", "{1, 2, 4, 8, 16, 32, 64, 128}", "{128, 64, 32, 16, 8, 4, 2, 1}"
+        ),
+        Mutant("a slope of 0 multiplies", "csrc/cpu/kernels.cpp", "if (slope != 0) {", "if (true) {"),
+        Mutant("rows without their pitch", "csrc/cpu/kernels.cpp", "row * rows.pitch + column", "row * rows.length + column"),
+        Mutant("the last block is left out", "csrc/binding/packed.h", "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
+        Mutant(
+            "a thread begins one late",
+            "csrc/binding/packed.h",
+            "kernel(first * cpu::kBlock,",
+            "kernel(first * cpu::kBlock + (first > 0),",
+        ),
+        Mutant("hardsigmoid: a sixth as on CUDA", "csrc/activations.h", "return x / T(6);", "return x * T(1.0f / 6.0f);"),
+    ],
+    "cuda": [
+        Mutant("NaN is clamped by the GPU", "csrc/activations.h", "max.NaN.f32", "max.f32"),
+        Mutant(
+            "the tail is one too long", "csrc/cuda/kernels.cu", "return first + size <= n;", "return first + size <= n + 1;"
+        ),
+        Mutant(
+            "the scalar tail is one too short",
+            "csrc/cuda/kernels.cu",
+            "i < size && first + i < n; ++i) {\n        const",
+            "i < size && first + i + 1 < n; ++i) {\n        const",
+        ),
+        Mutant(
+            "the scaled tail is one too long",
+            "csrc/cuda/kernels.cu",
+            "i < size && first + i < n; ++i) {\n      y",
+            "i < size && first + i <= n; ++i) {\n      y",
+        ),
+        Mutant("bits in the other order", "csrc/cuda/kernels.cu", "<< (threads * size)", ">> (threads * size)"),
+        Mutant(
+            "every thread writes the mask", "csrc/cuda/kernels.cu", "if (first % kMaskBits == 0 && first < n)", "if (first < n)"
+        ),
+        Mutant("bits of the byte's first vector", "csrc/cuda/kernels.cu", " >> (first % kMaskBits)", ""),
+        Mutant("aligned where it is not", "csrc/cuda/kernels.cu", "% kVectorBytes == 0;", "% 8 == 0;"),
+        Mutant("no shift within a word", "csrc/cuda/kernels.cu", "shift % sizeof(unsigned int) * 8", "0"),
+        Mutant("a vector past the end of its row", "csrc/cuda/kernels.cu", "is_between && rest >= size", "is_between"),
+        Mutant("a reciprocal rounded down", "csrc/cuda/kernels.cu", "(31 + shift_)) + rows.length - 1)", "(31 + shift_)))"),
+        Mutant("too few blocks", "csrc/cuda/kernels.cu", "blocks<scalar_t, vectors.value>(n)", "blocks<scalar_t, 2>(n)"),
+        Mutant("32-bit indices", "csrc/cuda/kernels.cu", "return (piece *", "return static_cast<int>(piece *"),
+        Mutant("a slope of 0 multiplies", "csrc/cuda/kernels.cu", "slope == 0 ? scalar_t(0) : scaled", "scaled"),
+        Mutant(
+            "outside keeps nothing, whatever the slope", "csrc/cuda/kernels.cu", "inside == 1 && outside == 0", "inside == 1"
+        ),
+        Mutant(
+            "forward on the default stream",
+            "csrc/binding/packed.h",
+            "mask, n, c10::cuda::getCurrentCUDAStream()",
+            "mask, n, nullptr",
+        ),
+        Mutant(
+            "backward on the default stream",
+            "csrc/binding/packed.h",
+            "outside, n, c10::cuda::getCurrentCUDAStream()",
+            "outside, n, nullptr",
+        ),
+        Mutant("no guard for the device", "csrc/binding/packed.h", "const c10::cuda::CUDAGuard guard(output.device());", ""),
+        Mutant("a mask on any device", "csrc/binding/arguments.h", "mask.device() == grad.device()", "true"),
+    ],
+}
+
+
+def trial(mutant, device):
+    """The first test that fails, or None, and the seconds that building and testing took."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        tree, site = Path(folder, "tree"), Path(folder, "site")
+        copy(tree)
+        file = tree / mutant.file
+        code = file.read_text()
+        assert mutant.code in code, f"{mutant.what}: {mutant.file} has no {mutant.code}"
+        file.write_text(code.replace(mutant.code, mutant.broken))
+        if device == "cpu":
+            install(tree, site, FORCE_CPU="1")
+        else:
+            install(tree, site, FORCE_CUDA="1", TORCH_CUDA_ARCH_LIST="{}.{}".format(*torch.cuda.get_device_capability()))
+        options = ("-x", "-k", device, "-p", "no:cacheprovider")
+        result = run(sys.executable, "-m", "pytest", *options, *TESTS, cwd=tree / "tests", PYTHONPATH=str(site))
+    seconds = time.monotonic() - start
+    if result.returncode == 0:
+        return None, seconds
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+    return failed[1] if failed else f"exit status {result.returncode}", seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device", choices=ON)
+    device = parser.parse_args().device
+    mutants = ACTIVATIONS + ON[device]
+    with ThreadPoolExecutor(max(1, os.cpu_count() // 2)) as pool:
+        trials = list(pool.map(lambda mutant: trial(mutant, device), mutants))
+    rows = [
+        (mutant.file, mutant.what, caught_by or "SURVIVED", f"{seconds:.0f}")
+        for mutant, (caught_by, seconds) in zip(mutants, trials, strict=True)
+    ]
+    caught = sum(caught_by is not None for caught_by, _ in trials)
+    print(tabulate(rows, headers=("file", "mutant", "caught by", "s"), disable_numparse=True))
+    print(f"\n{caught} of {len(mutants)} mutants caught")
+    sys.exit(caught < len(mutants))
+
+
+if __name__ == "__main__":
+    main()
