@@ -100,7 +100,7 @@ def test_no_torch_at_all():
 @FROM_SOURCE
 @pytest.mark.parametrize("compiler, path", [("c++", "/nonexistent"), ("/nonexistent/g++", None)])
 def test_no_compiler(compiler, path):
-    environment = {"PATH": path} if path else {"CXX": compiler}
+    environment = {"PATH": path, "CXX": ""} if path else {"CXX": compiler}
     result = setup("--quiet", "build_ext", FORCE_CPU="1", **environment)
     assert_ends(result, f"no C++ compiler {compiler}", "install one", "CXX")
 

@@ -81,11 +81,16 @@ os._exit(0 if same else 1)
     "exit": """
 # A graph is alive and, on a GPU, seconds of work are still to come.
 x = torch.randn(1 << 20, device=device, requires_grad=True)
+
+def work():
+    outputs = [activations_cuda.hardtanh(x) for _ in range(100)]
+    torch.autograd.backward(outputs[:50], [x.detach()] * 50)
+    return outputs
+
+work()  # loads the kernels and allocates, for which CUDA would wait below
 if device == "cuda":
-    activations_cuda.hardtanh(x)
     torch.cuda._sleep(4_000_000_000)
-outputs = [activations_cuda.hardtanh(x) for _ in range(100)]
-torch.autograd.backward(outputs[:50], [x.detach()] * 50)
+outputs = work()
 assert device == "cpu" or not torch.cuda.current_stream().query()
 """,
     "out of memory": """
