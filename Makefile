@@ -10,7 +10,7 @@ BUILD_NEEDS = "setuptools>=77,<82" wheel ninja
 TORCH_VERSION = $(BIN)/python -c "from importlib.metadata import version; print(version('torch'))"
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test bench bench-models sanitize wheel lint build environment clean
+.PHONY: demo test bench bench-models sanitize wheel docs lint build environment clean
 
 demo: build
 	$(BIN)/python -m activations_cuda
@@ -33,7 +33,7 @@ SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-nam
 FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid)
 KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors
 sanitize: build
-	FORCE_CPU=1 CFLAGS="$(SANITIZER) -g1 -O1" LDFLAGS="$(SANITIZER)" \
+	FORCE_CUDA= FORCE_CPU=1 CFLAGS="$(SANITIZER) -g1 -O1" LDFLAGS="$(SANITIZER)" \
 	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/sanitized .
 	cd tests && LD_PRELOAD="$(SANITIZER_LIBRARIES)" PYTHONPATH=../build/sanitized \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=0:thread_local_quarantine_size_kb=0 \
@@ -55,13 +55,17 @@ wheel: environment
 	$(PYTHON) -m venv $(FRESH)
 	$(FRESH)/bin/python -m pip install --quiet "torch==$$($(TORCH_VERSION))" $(BUILD_NEEDS)
 	$(FRESH)/bin/python -m pip install $(NEW)/*.tar.gz 2>&1 | grep "pip install --no-build-isolation ."
-	FORCE_CPU=1 $(FRESH)/bin/python -m pip install --no-build-isolation $(NEW)/*.tar.gz
+	FORCE_CUDA= FORCE_CPU=1 $(FRESH)/bin/python -m pip install --no-build-isolation $(NEW)/*.tar.gz
 	$(FRESH)/bin/python -m pip uninstall --quiet --yes activations-cuda
 	$(FRESH)/bin/python -m pip install --quiet "$$(ls $(NEW)/*.whl)[$(EXTRAS)]" "torch==$$($(TORCH_VERSION))"
 	cd $(FRESH) && bin/python -m activations_cuda
 	tar --extract --file $(NEW)/*.tar.gz --directory $(FRESH)
 	cd $(FRESH)/activations_cuda-*/tests && $(abspath $(FRESH))/bin/python -m pytest
 	mkdir -p dist && mv $(NEW)/* dist && ls -l dist
+
+docs: EXTRAS = docs
+docs: build
+	$(BIN)/python -m sphinx -W docs build/docs
 
 lint: $(BIN)/python
 	$(BIN)/python -m pip install --quiet pre-commit

@@ -110,7 +110,7 @@ def _functions(classes):
 
 
 class ConvertMode(TorchFunctionMode):
-    """Within it, PyTorch's activation functions are this package's, whoever calls them: F.relu6, torch.relu_, nn.Hardtanh...
+    """Within it PyTorch's activation functions are this package's: ``F.relu6``, ``torch.relu_``, what ``nn.Hardtanh`` calls.
 
     For models that call functions where :func:`convert` needs modules::
 
@@ -119,6 +119,9 @@ class ConvertMode(TorchFunctionMode):
 
     Args:
         classes: the classes of torch.nn whose functions are meant, as for :func:`convert`.
+
+    Raises:
+        ValueError: a class that isn't in the family.
     """
 
     def __init__(self, classes: Iterable[type] = BY_DEFAULT) -> None:

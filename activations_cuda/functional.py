@@ -31,6 +31,13 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     .. math:: \text{relu}(x) = \max(x, 0)
 
     The gradient passes where ``x > 0`` and at NaN.
+
+    Args:
+        input: a tensor of real numbers, of any shape.
+        inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
     """
     ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.relu_(input) if inplace else ops.relu(input)
@@ -42,6 +49,13 @@ def relu6(input: Tensor, inplace: bool = False) -> Tensor:
     .. math:: \text{relu6}(x) = \min(\max(x, 0), 6)
 
     The gradient passes where ``0 < x < 6`` and at NaN.
+
+    Args:
+        input: a tensor of real numbers, of any shape.
+        inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
     """
     ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.relu6_(input) if inplace else ops.relu6(input)
@@ -55,9 +69,12 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
     The gradient passes where ``x > 0`` and is scaled elsewhere, at NaN too. In place, ``negative_slope`` may be negative.
 
     Args:
-        input: a floating-point tensor.
+        input: a floating-point tensor of any shape.
         negative_slope: the slope of the negative part. Where it is 0, no gradient passes there, an infinite one neither.
         inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
     """
     ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.leaky_relu_(input, negative_slope) if inplace else ops.leaky_relu(input, negative_slope)
@@ -71,10 +88,13 @@ def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace
     The gradient passes where ``min_val < x < max_val`` and at NaN, and is 0 elsewhere, the bounds included.
 
     Args:
-        input: a real tensor.
+        input: a tensor of real numbers, of any shape.
         min_val: the lower bound.
         max_val: the upper bound, not below the lower.
         inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
 
     Raises:
         ValueError: ``min_val > max_val``.
@@ -95,10 +115,13 @@ def hardsigmoid(input: Tensor, inplace: bool = False, *, alpha: float | None = N
     The gradient is 1/6, or alpha, strictly between the breakpoints and 0 elsewhere, at NaN too.
 
     Args:
-        input: a floating-point tensor.
+        input: a floating-point tensor of any shape.
         inplace: write to the input.
         alpha: the slope, not 0.
         beta: the value at 0.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
 
     Raises:
         ValueError: alpha without beta or beta without alpha, ``alpha == 0``, or NaN for either.
@@ -122,9 +145,12 @@ def hardshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tens
     The gradient passes where ``|x| > lambd`` and at NaN.
 
     Args:
-        input: a floating-point tensor.
+        input: a floating-point tensor of any shape.
         lambd: what is small; the input's dtype rounds it. Negative, it leaves all as it is.
         inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
     """
     ops = _ops(pytorch_has_it=not inplace) if is_dynamo_compiling() or is_exporting() else _C
     return ops.hardshrink_(input, lambd) if inplace else ops.hardshrink(input, lambd)
@@ -138,9 +164,12 @@ def softshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tens
     The gradient passes where ``|x| > lambd`` and at NaN.
 
     Args:
-        input: a floating-point tensor.
+        input: a floating-point tensor of any shape.
         lambd: how far, finite and not negative; the input's dtype rounds it.
         inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
 
     Raises:
         RuntimeError: a ``lambd`` that is negative or infinite.
@@ -157,10 +186,13 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
     The gradient passes where ``x > threshold`` and at NaN.
 
     Args:
-        input: a real tensor.
+        input: a tensor of real numbers, of any shape.
         threshold: what must be exceeded.
         value: what stands there instead.
         inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
     """
     ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.threshold_(input, threshold, value) if inplace else ops.threshold(input, threshold, value)

@@ -41,6 +41,10 @@ def test_figures_of_models():
     table = re.findall(r"^\| .+% \|$", TEXT, re.MULTILINE)
     assert len(table) == 10
     assert set(table) <= expected
+    mobilenet = [row for row in result["rows"] if row["model"] == "mobilenet_v2" and row["mode"] == "eager"]
+    for what in ("memory", "time"):
+        low, high = sorted(round(100 * (1 - row[what])) for row in mobilenet)
+        assert f"{low} to {high}% less {what}" in TEXT
     largest = result["largest_batch"]
     assert f"takes {largest['after']} images instead of {largest['before']}" in TEXT
 

@@ -1,0 +1,12 @@
+"""Sphinx reads the docstrings of the installed package."""
+
+import activations_cuda
+
+project = "activations_cuda"
+version = release = activations_cuda.__version__.split("+")[0]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["dollarmath"]
+html_theme = "furo"
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"

@@ -1,0 +1,39 @@
+"""The documentation builds without a warning, its code runs, and every public name is on the API page."""
+
+import inspect
+import re
+import sys
+
+import pytest
+
+import activations_cuda
+from trees import FROM_SOURCE, ROOT, run
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@FROM_SOURCE
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert blocks
+    exec("\n".join(blocks), {})
+
+
+@pytest.mark.parametrize("name", activations_cuda.functional.__all__)
+def test_docstrings_tell_of_every_argument(name):
+    function = getattr(activations_cuda, name)
+    sections = function.__doc__.partition("Args:")[2]
+    for part in (*inspect.signature(function).parameters, "Returns"):
+        assert f"        {part}: " in sections or f"    {part}:" in sections
+
+
+@FROM_SOURCE
+def test_the_pages_build(tmp_path):
+    for name in ("furo", "myst_parser", "sphinx"):
+        pytest.importorskip(name)
+    result = run(sys.executable, "-m", "sphinx", "-W", "-q", str(ROOT / "docs"), str(tmp_path), cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    page = (tmp_path / "api.html").read_text()
+    missing = [name for name in activations_cuda.__all__ if f'.{name}"' not in page]
+    assert not missing
