@@ -18,11 +18,12 @@ from pathlib import Path
 
 import torch
 from tabulate import tabulate
+from tqdm import tqdm
 
 from trees import copy, install, run
 
 TESTS = [
-    f"test_{name}.py" for name in ("mask", "exact", "inplace", "guards", "errors", "exhaustive", "properties", "load", "cuda")
+    f"test_{name}.py" for name in ("mask", "exact", "inplace", "guards", "errors", "cuda", "load", "exhaustive", "properties")
 ]
 
 
@@ -170,8 +171,8 @@ def main():
     parser.add_argument("device", choices=ON)
     device = parser.parse_args().device
     mutants = ACTIVATIONS + ON[device]
-    with ThreadPoolExecutor(max(1, os.cpu_count() // 2)) as pool:
-        trials = list(pool.map(lambda mutant: trial(mutant, device), mutants))
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
+        trials = list(tqdm(pool.map(lambda mutant: trial(mutant, device), mutants), total=len(mutants)))
     rows = [
         (mutant.file, mutant.what, caught_by or "SURVIVED", f"{seconds:.0f}")
         for mutant, (caught_by, seconds) in zip(mutants, trials, strict=True)
