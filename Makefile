@@ -5,7 +5,7 @@ VENV ?= .venv
 EXTRAS = test
 BIN = $(VENV)/bin
 # setuptools: 77 reads the licence in pyproject.toml, and torch 2.11 asks for less than 82.
-BUILD_NEEDS = "setuptools>=77,<82" wheel ninja
+BUILD_NEEDS = "setuptools>=77,<82" ninja
 # Named again where the package is installed, lest an extra like torchvision exchange the torch that it is compiled for.
 TORCH_VERSION = $(BIN)/python -c "from importlib.metadata import version; print(version('torch'))"
 export PATH := $(abspath $(BIN)):$(PATH)

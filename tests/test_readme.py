@@ -20,6 +20,18 @@ def test_blocks_run():
 
 
 @FROM_SOURCE
+def test_commands():
+    """Those that install are what make wheel does in its new environment; the others are targets."""
+    makefile = (README.parent / "Makefile").read_text()
+    (needs,) = re.findall(r"^    pip install (.* ninja)$", TEXT, re.MULTILINE)
+    assert f"BUILD_NEEDS = {needs}\n" in makefile
+    targets = re.findall(r"^    make ([\w-]+)", TEXT, re.MULTILINE)
+    assert len(targets) == 7
+    for target in targets:
+        assert f"\n{target}: " in makefile
+
+
+@FROM_SOURCE
 def test_figures():
     rows = json.loads((RESULTS / "nvidia-h200.json").read_text())["rows"]
     figures = {(f"{row['op']}, {row['case']}", row["dtype"], f"{row['ratio']:.2f}") for row in rows}
