@@ -33,7 +33,7 @@ SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-nam
 FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid)
 KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors
 sanitize: build
-	FORCE_CUDA= FORCE_CPU=1 CFLAGS="$(SANITIZER) -g1 -O1" LDFLAGS="$(SANITIZER)" \
+	FORCE_CUDA= FORCE_CPU=1 CFLAGS="$(SANITIZER)" LDFLAGS="$(SANITIZER)" \
 	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/sanitized .
 	cd tests && LD_PRELOAD="$(SANITIZER_LIBRARIES)" PYTHONPATH=../build/sanitized \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=0:thread_local_quarantine_size_kb=0 \
@@ -47,20 +47,19 @@ sanitize: build
 # do under build isolation and builds, its tests run against the installed wheel.
 NEW = build/new
 FRESH = build/fresh
-wheel: EXTRAS = test
 wheel: environment
-	rm -rf $(NEW) $(FRESH)
+	rm -rf build  # lest what an earlier build has left there come into the wheel
 	$(BIN)/python -c "import setuptools.build_meta as backend; backend.build_sdist('$(NEW)')"
 	$(BIN)/python -m pip wheel --verbose --no-build-isolation --no-deps --wheel-dir $(NEW) .
 	$(PYTHON) -m venv $(FRESH)
 	$(FRESH)/bin/python -m pip install --quiet "torch==$$($(TORCH_VERSION))" $(BUILD_NEEDS)
-	$(FRESH)/bin/python -m pip install $(NEW)/*.tar.gz 2>&1 | grep "pip install --no-build-isolation ."
+	$(FRESH)/bin/python -m pip install $(NEW)/*.tar.gz 2>&1 | tee /dev/stderr | grep "pip install --no-build-isolation ." > /dev/null
 	FORCE_CUDA= FORCE_CPU=1 $(FRESH)/bin/python -m pip install --no-build-isolation $(NEW)/*.tar.gz
 	$(FRESH)/bin/python -m pip uninstall --quiet --yes activations-cuda
 	$(FRESH)/bin/python -m pip install --quiet "$$(ls $(NEW)/*.whl)[$(EXTRAS)]" "torch==$$($(TORCH_VERSION))"
 	cd $(FRESH) && bin/python -m activations_cuda
 	tar --extract --file $(NEW)/*.tar.gz --directory $(FRESH)
-	cd $(FRESH)/activations_cuda-*/tests && $(abspath $(FRESH))/bin/python -m pytest
+	cd $(FRESH)/activations_cuda-*/tests && PATH="$(abspath $(FRESH))/bin:$$PATH" python -m pytest
 	mkdir -p dist && mv $(NEW)/* dist && ls -l dist
 
 docs: EXTRAS = docs

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from setuptools import setup
 
+VERSION = "0.1.0"
+
 try:
     import torch
 except ImportError:
@@ -60,15 +62,15 @@ def check_compiler():
 
 
 def why_not_cuda(toolkit):
+    """The reason and its mend, or None."""
     if flag("FORCE_CPU"):
-        return "FORCE_CPU is set"
+        return "FORCE_CPU is set", "unset it"
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a CPU build"
+        return f"torch {torch.__version__} is a CPU build", "install one with CUDA"
     if toolkit is None:
         where = os.environ.get("CUDA_HOME")
-        return (
-            f"CUDA_HOME={where} holds no nvcc and headers" if where else "no nvcc and headers were found: set CUDA_HOME to them"
-        )
+        reason = f"CUDA_HOME={where} holds no nvcc and headers" if where else "no nvcc and headers were found"
+        return reason, f"set CUDA_HOME to a toolkit of CUDA {torch.version.cuda.split('.')[0]}"
     return None
 
 
@@ -97,9 +99,9 @@ torch_minor = ".".join(torch.__version__.split(".")[:2])
 toolkit = find_toolkit()
 reason = why_not_cuda(toolkit)
 if reason and flag("FORCE_CUDA"):
-    sys.exit(f"activations-cuda: FORCE_CUDA is set, but {reason}")
+    sys.exit("activations-cuda: FORCE_CUDA is set, but {}: {}".format(*reason))
 if reason:
-    print(f"activations-cuda: building for the CPU only: {reason}")
+    print("activations-cuda: building for the CPU only: {}".format(*reason))
 else:
     check_toolkit(toolkit)
     os.environ["CUDA_HOME"] = str(toolkit)  # read when torch.utils.cpp_extension is imported
@@ -122,6 +124,7 @@ class BuildWithRecord(BuildExtension):
         record = Path(self.get_ext_fullpath("activations_cuda._build")).with_name("_build.py")
         record.write_text(
             "# Written by setup.py.\n"
+            f"version = {self.distribution.get_version()!r}\n"
             f"commit = {commit()!r}\n"
             f"torch = {torch.__version__.split('+')[0]!r}\n"
             f"cuda = {None if reason else torch.version.cuda!r}\n"
@@ -147,9 +150,10 @@ else:
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
     )
 
-if "sdist" in sys.argv:  # which is built for no torch yet
-    serves = {"install_requires": ["torch"]}
-else:
-    serves = {"install_requires": [f"torch=={torch_minor}.*"], "options": {"egg_info": {"tag_build": tag()}}}
-
-setup(ext_modules=[extension], cmdclass={"build_ext": BuildWithRecord}, **serves)
+is_source = "sdist" in sys.argv  # which is built for no torch yet
+setup(
+    version=VERSION if is_source else VERSION + tag(),
+    install_requires=["torch"] if is_source else [f"torch=={torch_minor}.*"],
+    ext_modules=[extension],
+    cmdclass={"build_ext": BuildWithRecord},
+)

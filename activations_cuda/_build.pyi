@@ -1,5 +1,6 @@
 """What setup.py writes beside the compiled module."""
 
+version: str
 commit: str | None
 torch: str
 cuda: str | None

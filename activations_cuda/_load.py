@@ -1,6 +1,5 @@
 """Loads the compiled library, which registers the ops, after making sure that it was built for this torch."""
 
-from importlib.metadata import version as _version
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ except ImportError:
         "pip install --no-build-isolation -e ."
     ) from None
 
-version = _version("activations-cuda")
+version = _build.version
 
 MEND = "pip install --no-build-isolation --force-reinstall --no-deps . in its source tree"
 

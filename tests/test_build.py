@@ -6,18 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import CUDA_HOME
 
 import activations_cuda
 from activations_cuda import _build, _load
 from conftest import requires_cuda
 from trees import FROM_SOURCE, copy, install, run
 
+MINOR = "".join(torch.__version__.split(".")[:2])
+
 
 def test_build_info():
     info = activations_cuda.build_info()
     assert info["version"] == activations_cuda.__version__
-    minor, cuda = "".join(torch.__version__.split(".")[:2]), info["cuda"]
-    assert info["version"].endswith(f"+pt{minor}cu{cuda.replace('.', '')}" if cuda else f"+pt{minor}cpu")
+    assert info["version"].endswith(f"+pt{MINOR}cu{info['cuda'].replace('.', '')}" if info["cuda"] else f"+pt{MINOR}cpu")
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert info["compiler"].split()[0] in ("gcc", "clang")
     if info["cuda"] is None:
@@ -64,13 +66,13 @@ def test_import_under_another_torch():
     assert "torch 1.13.1" in result.stderr
 
 
-def setup(*arguments, torch_is="torch.version.cuda = torch.version.cuda or '13.0'", **environment):
-    """setup.py under a torch that is doctored, by default into a CUDA build."""
-    program = f"import os, runpy, sys\nimport torch\n{torch_is}\nrunpy.run_path('setup.py')\n"
-    if not arguments:
-        arguments = ["--name"]
-        program += "print(os.environ.get('TORCH_CUDA_ARCH_LIST'))"
-    return run(sys.executable, "-c", program, *arguments, **environment)
+def setup(command="--name", torch_is="torch.version.cuda = torch.version.cuda or '13.0'", **environment):
+    """setup.py under a torch that is doctored, by default into a CUDA build. Prints the architectures."""
+    program = (
+        f"import os, runpy, sys\nimport torch\n{torch_is}\nrunpy.run_path('setup.py')\n"
+        "print(os.environ.get('TORCH_CUDA_ARCH_LIST'))"
+    )
+    return run(sys.executable, "-c", program, "--quiet", command, **environment)
 
 
 def assert_ends(result, *parts):
@@ -84,11 +86,13 @@ def assert_ends(result, *parts):
 
 @FROM_SOURCE
 def test_force_cuda_makes_what_is_missing_an_error():
-    cpu = f"torch {torch.__version__} is a CPU build"
-    assert_ends(setup(FORCE_CUDA="1", FORCE_CPU="1"), "FORCE_CUDA is set, but FORCE_CPU is set")
-    assert_ends(setup(FORCE_CUDA="1", torch_is="torch.version.cuda = None"), f"FORCE_CUDA is set, but {cpu}")
+    assert_ends(setup(FORCE_CUDA="1", FORCE_CPU="1"), "FORCE_CUDA is set, but FORCE_CPU is set: unset it")
+    without = setup(FORCE_CUDA="1", torch_is="torch.version.cuda = None")
+    assert_ends(without, f"FORCE_CUDA is set, but torch {torch.__version__} is a CPU build: install one with CUDA")
     nowhere = setup(FORCE_CUDA="1", CUDA_HOME="/nonexistent")
-    assert_ends(nowhere, "FORCE_CUDA is set, but CUDA_HOME=/nonexistent holds no nvcc and headers")
+    assert_ends(
+        nowhere, "FORCE_CUDA is set, but CUDA_HOME=/nonexistent holds no nvcc and headers: set CUDA_HOME to a toolkit of"
+    )
 
 
 @FROM_SOURCE
@@ -101,7 +105,7 @@ def test_no_torch_at_all():
 @pytest.mark.parametrize("compiler, path", [("c++", "/nonexistent"), ("/nonexistent/g++", None)])
 def test_no_compiler(compiler, path):
     environment = {"PATH": path, "CXX": ""} if path else {"CXX": compiler}
-    result = setup("--quiet", "build_ext", FORCE_CPU="1", **environment)
+    result = setup("build_ext", FORCE_CPU="1", **environment)
     assert_ends(result, f"no C++ compiler {compiler}", "install one", "CXX")
 
 
@@ -131,6 +135,7 @@ def test_architectures():
 
 @FROM_SOURCE
 @requires_cuda
+@pytest.mark.skipif(CUDA_HOME is None, reason="needs a CUDA toolkit")
 def test_a_build_for_another_gpu(tmp_path):
     """Without PTX a cubin serves its own major version alone."""
     major, minor = torch.cuda.get_device_capability()
@@ -154,7 +159,9 @@ def test_force_cpu_says_so_in_one_line():
 @FROM_SOURCE
 def test_an_sdist_builds_and_installs(tmp_path):
     """Without CUDA, to be quick."""
-    result = run(sys.executable, "-c", f"import setuptools.build_meta as b; b.build_sdist({str(tmp_path)!r})", FORCE_CPU="1")
+    copy(tmp_path / "tree")
+    program = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    result = run(sys.executable, "-c", program, cwd=tmp_path / "tree", FORCE_CPU="1")
     assert result.returncode == 0, result.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -164,7 +171,9 @@ def test_an_sdist_builds_and_installs(tmp_path):
     site = tmp_path / "site"
     install(sdist, site, FORCE_CPU="1")
     assert {"py.typed", "_C.pyi", "_build.pyi"} <= {path.name for path in (site / "activations_cuda").iterdir()}
-    program = "import activations_cuda as a, torch; print(a.__file__, a.hardtanh(torch.tensor([2.0])).item())"
+    program = "import activations_cuda as a, torch; print(a.__version__, a.__file__, a.hardtanh(torch.tensor([2.0])).item())"
     result = run(sys.executable, "-X", "faulthandler", "-c", program, cwd=tmp_path, PYTHONPATH=str(site))
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [str(site / "activations_cuda" / "__init__.py"), "1.0"]
+    version = f"{sdist.name.removeprefix('activations_cuda-').removesuffix('.tar.gz')}+pt{MINOR}cpu"
+    assert result.stdout.split() == [version, str(site / "activations_cuda/__init__.py"), "1.0"]
+    assert (site / f"activations_cuda-{version}.dist-info").exists()

@@ -110,8 +110,8 @@ struct Cuda {
       C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
       TORCH_CHECK(
           false, "activations_cuda: expected code for this GPU, of compute capability ", major, ".", minor,
-          ", got a build for the ",
-          "architectures in activations_cuda.build_info() alone; build it again with TORCH_CUDA_ARCH_LIST=", major, ".", minor);
+          ", got a build for those in activations_cuda.build_info() alone; build it again with TORCH_CUDA_ARCH_LIST=", major,
+          ".", minor);
     }
     C10_CUDA_CHECK(error);
   }
