@@ -16,8 +16,8 @@ try:
     import torch
 except ImportError:
     sys.exit(
-        "activations-cuda: compiles against the torch that will run it, and this environment has none, as under pip's build "
-        "isolation: install torch, then run pip install --no-build-isolation . in the source tree"
+        "activations-cuda: there is no torch here to compile against, as never under pip's build isolation: install torch, "
+        "then run pip install --no-build-isolation . in the source tree"
     )
 
 
