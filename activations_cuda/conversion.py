@@ -82,6 +82,12 @@ def convert(model: nn.Module, classes: Iterable[type] = BY_DEFAULT) -> nn.Module
 def revert(model: nn.Module) -> nn.Module:
     """Undo :func:`convert`: every module of this package is one of torch.nn again.
 
+    Args:
+        model: any module.
+
+    Returns:
+        The model.
+
     Raises:
         TypeError: not a module.
         ValueError: nothing to revert.
@@ -90,7 +96,17 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def converted(model: nn.Module) -> Counter[str]:
-    """How many modules of this package a model has, by the name of their class."""
+    """How many modules of this package a model has.
+
+    Args:
+        model: any module.
+
+    Returns:
+        A count for each name of a class.
+
+    Raises:
+        TypeError: not a module.
+    """
     check_model("converted", model)
     return Counter(type(module).__name__ for module in model.modules() if type(module) in PYTORCHS)
 

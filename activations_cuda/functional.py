@@ -172,7 +172,7 @@ def softshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tens
         A tensor of the input's shape and dtype; in place, the input.
 
     Raises:
-        RuntimeError: a ``lambd`` that is negative or infinite.
+        RuntimeError: a ``lambd`` that is negative, infinite or NaN; ValueError where the installed PyTorch's op takes it.
     """
     ops = _ops(pytorch_has_it=not inplace) if is_dynamo_compiling() or is_exporting() else _C
     return ops.softshrink_(input, lambd) if inplace else ops.softshrink(input, lambd)

@@ -3,7 +3,9 @@
 Under torch.compile an activation is a handful of ATen ops, which Inductor fuses with their neighbours. Between two matrix
 products there is nothing to fuse with, and the kernels that keep one bit per element take less time and memory::
 
-    step = torch.compile(model, options=activations_cuda.inductor.options())
+    from activations_cuda import inductor
+
+    step = torch.compile(model, options=inductor.options())
 
 An activation of this package stays packed where Inductor gives each of its neighbours, forward and backward, a kernel of its
 own. Everywhere else the graph is what it is without the pass.

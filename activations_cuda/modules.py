@@ -1,4 +1,7 @@
-"""The modules, each a subclass of its namesake in :mod:`torch.nn` that differs in what it computes with."""
+"""The modules, each a subclass of its namesake in :mod:`torch.nn` that differs in what it computes with.
+
+Arguments, attributes and printed form are its namesake's; formula, shapes, dtypes and errors those of its function.
+"""
 
 from torch import Tensor, nn
 

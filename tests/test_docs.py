@@ -20,12 +20,11 @@ def test_blocks_run(page):
     exec("\n".join(blocks), {})
 
 
-@pytest.mark.parametrize("name", activations_cuda.functional.__all__)
-def test_docstrings_tell_of_every_argument(name):
+@pytest.mark.parametrize("name", [name for name in activations_cuda.__all__ if name.islower()])
+def test_docstrings_tell_of_arguments_and_result(name):
     function = getattr(activations_cuda, name)
-    sections = function.__doc__.partition("Args:")[2]
     for part in (*inspect.signature(function).parameters, "Returns"):
-        assert f"        {part}: " in sections or f"    {part}:" in sections
+        assert re.search(rf"^ +{part}:", function.__doc__, re.MULTILINE), part
 
 
 @FROM_SOURCE
@@ -35,5 +34,5 @@ def test_the_pages_build(tmp_path):
     result = run(sys.executable, "-m", "sphinx", "-W", "-q", str(ROOT / "docs"), str(tmp_path), cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     page = (tmp_path / "api.html").read_text()
-    missing = [name for name in activations_cuda.__all__ if f'.{name}"' not in page]
+    missing = [name for name in (*activations_cuda.__all__, "inductor.options", "LayerMemory") if f'.{name}"' not in page]
     assert not missing

@@ -28,9 +28,8 @@ def used_bytes(device):
 
 
 def test_threads_hammer(device):
-    """Every thread has a stream and tensors of its own, and compares all that it gets. The size is one for which the CPU's kernels
-    are run by several threads more."""
-    grad = torch.randn(40_011, device=device)
+    """Every thread has a stream and tensors of its own, and compares all that it gets."""
+    grad = torch.randn(40_011, device=device)  # which PyTorch's own threads share on a CPU
 
     def cases(seed):
         for row in FAMILY:
