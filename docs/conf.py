@@ -10,3 +10,5 @@ html_theme = "furo"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
+autodoc_preserve_defaults = True
+add_module_names = False  # functions and modules are the package's own attributes
