@@ -36,25 +36,33 @@ class Mutant:
         return self.what
 
 
-UNBROKEN = Mutant("nothing is broken", "csrc/mask.h", "kMaskBits = 8", "kMaskBits = 8")
+ACTIVATIONS = "csrc/activations.h"
+STRIDES = "csrc/binding/strides.h"
+ARGUMENTS = "csrc/binding/arguments.h"
+MASK = "csrc/mask.h"
+PACKED = "csrc/binding/packed.h"
+CPU = "csrc/cpu/kernels.cpp"
+CUDA = "csrc/cuda/kernels.cu"
+
+UNBROKEN = Mutant("nothing is broken", MASK, "kMaskBits = 8", "kMaskBits = 8")
 
 SHARED = [
-    Mutant("hardtanh: inside at max_val", "csrc/activations.h", "x >= max_val", "x > max_val"),
-    Mutant("relu: inside at 0", "csrc/activations.h", "negation(x <= T(0))", "negation(x < T(0))"),
-    Mutant("hardsigmoid: inside at -3", "csrc/activations.h", "x > T(-3)", "x >= T(-3)"),
-    Mutant("leaky_relu: inside at 0", "csrc/activations.h", "return x > T(0);", "return x >= T(0);"),
-    Mutant("hardshrink: inside at lambd", "csrc/activations.h", "abs(x) <= lambd", "abs(x) < lambd"),
-    Mutant("hardshrink: lambd not in the dtype", "csrc/activations.h", "lambd(in_dtype<scalar_t>(lambd))", "lambd(lambd)"),
-    Mutant("threshold: inside at it", "csrc/activations.h", "negation(x <= threshold)", "negation(x < threshold)"),
-    Mutant("affine: not inside below 1/2", "csrc/activations.h", "(y > T(0)) & (y < T(1))", "(y > T(0.5)) & (y < T(1))"),
-    Mutant("rows that step unevenly", "csrc/binding/strides.h", "stride == next)", "true)"),
-    Mutant("a mask of any length", "csrc/binding/arguments.h", "mask.sym_numel() == bytes", "true"),
-    Mutant("a mask of any strides", "csrc/binding/arguments.h", "&& mask.is_contiguous()", ""),
-    Mutant("a mask of any dtype", "csrc/binding/arguments.h", "mask.scalar_type() == at::kByte", "true"),
-    Mutant("no byte for the last bits", "csrc/mask.h", "(numel + (kMaskBits - 1)) / kMaskBits", "numel / kMaskBits"),
+    Mutant("hardtanh: inside at max_val", ACTIVATIONS, "x >= max_val", "x > max_val"),
+    Mutant("relu: inside at 0", ACTIVATIONS, "negation(x <= T(0))", "negation(x < T(0))"),
+    Mutant("hardsigmoid: inside at -3", ACTIVATIONS, "x > T(-3)", "x >= T(-3)"),
+    Mutant("leaky_relu: inside at 0", ACTIVATIONS, "return x > T(0);", "return x >= T(0);"),
+    Mutant("hardshrink: inside at lambd", ACTIVATIONS, "abs(x) <= lambd", "abs(x) < lambd"),
+    Mutant("hardshrink: lambd not in the dtype", ACTIVATIONS, "lambd(in_dtype<scalar_t>(lambd))", "lambd(lambd)"),
+    Mutant("threshold: inside at it", ACTIVATIONS, "negation(x <= threshold)", "negation(x < threshold)"),
+    Mutant("affine: not inside below 1/2", ACTIVATIONS, "(y > T(0)) & (y < T(1))", "(y > T(0.5)) & (y < T(1))"),
+    Mutant("rows that step unevenly", STRIDES, "stride == next)", "true)"),
+    Mutant("a mask of any length", ARGUMENTS, "mask.sym_numel() == bytes", "true"),
+    Mutant("a mask of any strides", ARGUMENTS, "&& mask.is_contiguous()", ""),
+    Mutant("a mask of any dtype", ARGUMENTS, "mask.scalar_type() == at::kByte", "true"),
+    Mutant("no byte for the last bits", MASK, "(numel + (kMaskBits - 1)) / kMaskBits", "numel / kMaskBits"),
     Mutant(
         "a mask is leaked",
-        "csrc/binding/packed.h",
+        PACKED,
         "run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);",
         "run<Op, Backend>(self, output, mutable_data<uint8_t>(*new at::Tensor(mask)), parameters...);",
     ),
@@ -62,86 +70,54 @@ SHARED = [
 
 ON = {
     "cpu": [
-        Mutant("NaN is clamped", "csrc/activations.h", "x < low ? low : x", "x > low ? x : low"),
+        Mutant("NaN is clamped", ACTIVATIONS, "x < low ? low : x", "x > low ? x : low"),
+        Mutant("the tail's bits are not packed", CPU, "  if (i < n) {\n    const", "  if (i + 1 < n) {\n    const"),
+        Mutant("bits past the end", CPU, "std::fill(flags + n, flags + (n + 15) / 16 * 16, 0);", ""),
         Mutant(
-            "the tail's bits are not packed",
-            "csrc/cpu/kernels.cpp",
-            "  if (i < n) {\n    const",
-            "  if (i + 1 < n) {\n    const",
-        ),
-        Mutant("bits past the end", "csrc/cpu/kernels.cpp", "std::fill(flags + n, flags + (n + 15) / 16 * 16, 0);", ""),
-        Mutant(
-            "the tail is not scaled",
-            "csrc/cpu/kernels.cpp",
-            "for (; i < n; ++i) {\n    y[i] = mask",
-            "for (; i < n - 1; ++i) {\n    y[i] = mask",
+            "the tail is not scaled", CPU, "for (; i < n; ++i) {\n    y[i] = mask", "for (; i < n - 1; ++i) {\n    y[i] = mask"
         ),
         Mutant(
-            "the tail is one too long",
-            "csrc/cpu/kernels.cpp",
-            "for (; i < n; ++i) {\n    y[i] = mask",
-            "for (; i <= n; ++i) {\n    y[i] = mask",
+            "the tail is one too long", CPU, "for (; i < n; ++i) {\n    y[i] = mask", "for (; i <= n; ++i) {\n    y[i] = mask"
         ),
-        Mutant(
-            "bits in the other order", "csrc/cpu/kernels.cpp", "{1, 2, 4, 8, 16, 32, 64, 128}", "{128, 64, 32, 16, 8, 4, 2, 1}"
-        ),
-        Mutant("a slope of 0 multiplies", "csrc/cpu/kernels.cpp", "if (slope != 0) {", "if (true) {"),
-        Mutant("rows without their pitch", "csrc/cpu/kernels.cpp", "row * rows.pitch + column", "row * rows.length + column"),
-        Mutant("the last block is left out", "csrc/binding/packed.h", "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
-        Mutant(
-            "a thread begins one late",
-            "csrc/binding/packed.h",
-            "kernel(first * cpu::kBlock,",
-            "kernel(first * cpu::kBlock + (first > 0),",
-        ),
-        Mutant("hardsigmoid: a sixth as on CUDA", "csrc/activations.h", "return x / T(6);", "return x * T(1.0f / 6.0f);"),
+        Mutant("bits in the other order", CPU, "{1, 2, 4, 8, 16, 32, 64, 128}", "{128, 64, 32, 16, 8, 4, 2, 1}"),
+        Mutant("a slope of 0 multiplies", CPU, "if (slope != 0) {", "if (true) {"),
+        Mutant("rows without their pitch", CPU, "row * rows.pitch + column", "row * rows.length + column"),
+        Mutant("the last block is left out", PACKED, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
+        Mutant("a thread begins one late", PACKED, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),
+        Mutant("hardsigmoid: a sixth as on CUDA", ACTIVATIONS, "return x / T(6);", "return x * T(1.0f / 6.0f);"),
     ],
     "cuda": [
-        Mutant("NaN is clamped by the GPU", "csrc/activations.h", "max.NaN.f32", "max.f32"),
-        Mutant(
-            "the tail is one too long", "csrc/cuda/kernels.cu", "return first + size <= n;", "return first + size <= n + 1;"
-        ),
+        Mutant("NaN is clamped by the GPU", ACTIVATIONS, "max.NaN.f32", "max.f32"),
+        Mutant("the tail is one too long", CUDA, "return first + size <= n;", "return first + size <= n + 1;"),
         Mutant(
             "the scalar tail is one too short",
-            "csrc/cuda/kernels.cu",
+            CUDA,
             "i < size && first + i < n; ++i) {\n        const",
             "i < size && first + i + 1 < n; ++i) {\n        const",
         ),
         Mutant(
             "the scaled tail is one too long",
-            "csrc/cuda/kernels.cu",
+            CUDA,
             "i < size && first + i < n; ++i) {\n      y",
             "i < size && first + i <= n; ++i) {\n      y",
         ),
-        Mutant("bits in the other order", "csrc/cuda/kernels.cu", "<< (threads * size)", ">> (threads * size)"),
+        Mutant("bits in the other order", CUDA, "<< (threads * size)", ">> (threads * size)"),
+        Mutant("every thread writes the mask", CUDA, "if (first % kMaskBits == 0 && first < n)", "if (first < n)"),
+        Mutant("bits of the byte's first vector", CUDA, " >> (first % kMaskBits)", ""),
+        Mutant("aligned where it is not", CUDA, "% kVectorBytes == 0;", "% 8 == 0;"),
+        Mutant("no shift within a word", CUDA, "shift % sizeof(unsigned int) * 8", "0"),
+        Mutant("a vector past the end of its row", CUDA, "is_between && rest >= size", "is_between"),
+        Mutant("a reciprocal rounded down", CUDA, "(31 + shift_)) + rows.length - 1)", "(31 + shift_)))"),
+        Mutant("too few blocks", CUDA, "blocks<scalar_t, vectors.value>(n)", "blocks<scalar_t, 2>(n)"),
+        Mutant("32-bit indices", CUDA, "return (piece *", "return static_cast<int>(piece *"),
+        Mutant("a slope of 0 multiplies", CUDA, "slope == 0 ? scalar_t(0) : scaled", "scaled"),
+        Mutant("outside keeps nothing, whatever the slope", CUDA, "inside == 1 && outside == 0", "inside == 1"),
+        Mutant("forward on the default stream", PACKED, "mask, n, c10::cuda::getCurrentCUDAStream()", "mask, n, nullptr"),
         Mutant(
-            "every thread writes the mask", "csrc/cuda/kernels.cu", "if (first % kMaskBits == 0 && first < n)", "if (first < n)"
+            "backward on the default stream", PACKED, "outside, n, c10::cuda::getCurrentCUDAStream()", "outside, n, nullptr"
         ),
-        Mutant("bits of the byte's first vector", "csrc/cuda/kernels.cu", " >> (first % kMaskBits)", ""),
-        Mutant("aligned where it is not", "csrc/cuda/kernels.cu", "% kVectorBytes == 0;", "% 8 == 0;"),
-        Mutant("no shift within a word", "csrc/cuda/kernels.cu", "shift % sizeof(unsigned int) * 8", "0"),
-        Mutant("a vector past the end of its row", "csrc/cuda/kernels.cu", "is_between && rest >= size", "is_between"),
-        Mutant("a reciprocal rounded down", "csrc/cuda/kernels.cu", "(31 + shift_)) + rows.length - 1)", "(31 + shift_)))"),
-        Mutant("too few blocks", "csrc/cuda/kernels.cu", "blocks<scalar_t, vectors.value>(n)", "blocks<scalar_t, 2>(n)"),
-        Mutant("32-bit indices", "csrc/cuda/kernels.cu", "return (piece *", "return static_cast<int>(piece *"),
-        Mutant("a slope of 0 multiplies", "csrc/cuda/kernels.cu", "slope == 0 ? scalar_t(0) : scaled", "scaled"),
-        Mutant(
-            "outside keeps nothing, whatever the slope", "csrc/cuda/kernels.cu", "inside == 1 && outside == 0", "inside == 1"
-        ),
-        Mutant(
-            "forward on the default stream",
-            "csrc/binding/packed.h",
-            "mask, n, c10::cuda::getCurrentCUDAStream()",
-            "mask, n, nullptr",
-        ),
-        Mutant(
-            "backward on the default stream",
-            "csrc/binding/packed.h",
-            "outside, n, c10::cuda::getCurrentCUDAStream()",
-            "outside, n, nullptr",
-        ),
-        Mutant("no guard for the device", "csrc/binding/packed.h", "const c10::cuda::CUDAGuard guard(output.device());", ""),
-        Mutant("a mask on any device", "csrc/binding/arguments.h", "mask.device() == grad.device()", "true"),
+        Mutant("no guard for the device", PACKED, "const c10::cuda::CUDAGuard guard(output.device());", ""),
+        Mutant("a mask on any device", ARGUMENTS, "mask.device() == grad.device()", "true"),
     ],
 }
 

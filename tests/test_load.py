@@ -57,12 +57,15 @@ def test_threads_hammer(device):
         torch.cuda.synchronize()
     start = threading.Barrier(THREADS)
     with ThreadPoolExecutor(THREADS) as pool:
-        before = None
-        for seconds in (1, SECONDS[device]):  # the first warms up
-            until = [time.monotonic() + seconds] * THREADS
-            counts = list(pool.map(rounds, of_threads, until))
+
+        def hammer(seconds):
+            counts = list(pool.map(rounds, of_threads, [time.monotonic() + seconds] * THREADS))
             assert min(counts) > 0
-            before = before or used_bytes(device)
+            return counts
+
+        hammer(1)  # warms up
+        before = used_bytes(device)
+        counts = hammer(SECONDS[device])
     grown = used_bytes(device) - before
     assert grown == 0 if device == "cuda" else grown < max(HEAP, sum(counts) * len(of_threads[0]) * len(grad) // 16)
 

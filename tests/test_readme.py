@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 from trees import FROM_SOURCE, ROOT
 
@@ -23,6 +24,7 @@ def test_commands():
     makefile = (ROOT / "Makefile").read_text()
     (needs,) = re.findall(r"^    pip install (.* ninja)$", TEXT, re.MULTILINE)
     assert f"BUILD_NEEDS = {needs}\n" in makefile
+    assert f"requires = {json.dumps(shlex.split(needs))}\n" in (ROOT / "pyproject.toml").read_text()
     targets = re.findall(r"^    make ([\w-]+)", TEXT, re.MULTILINE)
     assert targets
     for target in targets:
