@@ -27,7 +27,8 @@ bench-models: build
 	$(BIN)/python -m benchmarks.models
 
 # The library's CPU side under AddressSanitizer and UndefinedBehaviorSanitizer, without the quarantine, which would hide that an
-# output lies over garbage; where there is a GPU, a few of the same tests under each tool of compute-sanitizer.
+# output lies over garbage; where there is a GPU, a few of the same tests under each tool of compute-sanitizer, without the cache of
+# PyTorch's allocator, which would hide where a tensor ends.
 SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)
 FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid)
@@ -39,8 +40,8 @@ sanitize: build
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=0:thread_local_quarantine_size_kb=0 \
 	  python -m pytest -k cpu $(KERNEL_TESTS:%=test_%.py)
 	! command -v nvidia-smi || for tool in memcheck racecheck initcheck synccheck; do \
-	  (cd tests && compute-sanitizer --tool $$tool --error-exitcode 1 python -m pytest -k "cuda and ($(FEW))" \
-	    test_mask.py test_exact.py test_inplace.py) || exit 1; \
+	  (cd tests && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+	    python -m pytest -k "cuda and ($(FEW))" test_mask.py test_exact.py test_inplace.py) || exit 1; \
 	done
 
 # An sdist and the wheel for this torch, each tried in an environment of its own before it comes to dist/: the sdist says what to

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import requires_cuda
 from family import DTYPES, FAMILY, bits, sample
 from test_mask import packed
 
@@ -49,3 +50,45 @@ def test_outputs_over_garbage(row, dtype, device):
             garbage(numel, dtype, device)
             assert torch.equal(torch.ops.fastact.masked_scale(grad, mask, *row.slopes), scaled), (numel, offset)
     assert reused  # how often is the allocator's affair
+
+
+def rounded(size):
+    """What PyTorch's allocator on CUDA hands out for so many bytes."""
+    return -(-size // 512) * 512
+
+
+def seen_behind(outputs, *args):
+    """How many bytes of garbage are found behind the outputs, in memory that is handed out again."""
+    sizes = [rounded(output.nbytes) for output in outputs(*args)]
+    blocks = [garbage(size, torch.uint8, "cuda") for size in sizes]
+    freed = {(block.data_ptr(), len(block)) for block in blocks}
+    del blocks
+    ends = {(output.data_ptr(), rounded(output.nbytes)): output.nbytes for output in outputs(*args)}
+    seen = 0
+    blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
+    for block in blocks:
+        place = block.data_ptr(), len(block)
+        if place in freed and place in ends:
+            behind = block[ends[place] :]
+            assert torch.equal(behind, garbage(len(behind), torch.uint8, "cuda")), (args[0].numel(), ends[place])
+            seen += len(behind)
+    return seen
+
+
+@requires_cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("row", FAMILY, ids=str)
+def test_garbage_behind_outputs(row, dtype):
+    """It stays. On a CPU AddressSanitizer sees to that."""
+
+    def forward(x):
+        return row.with_mask(x, *row.parameters)
+
+    def backward(grad, mask):
+        return (torch.ops.fastact.masked_scale(grad, mask, *row.slopes),)
+
+    seen = set()
+    for numel in SIZES[1:]:
+        x = sample(row, numel, dtype, "cuda")
+        seen.add((seen_behind(forward, x) > 0, seen_behind(backward, x, forward(x)[1]) > 0))
+    assert (True, True) in seen
