@@ -1,8 +1,12 @@
 """What only a GPU can show: streams, devices and sizes past 32-bit indices."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from filelock import FileLock
 
 from conftest import requires_cuda
 from family import A_FEW, assert_same_values, sample
@@ -91,8 +95,17 @@ def test_mask_on_another_device():
         ops.masked_scale(torch.randn(9, device="cuda"), torch.zeros(2, dtype=torch.uint8), 1.0, 0.0)
 
 
+@pytest.fixture
+def most_memory():
+    """Of tests that run at the same time one has most of the GPU's memory."""
+    with FileLock(Path(tempfile.gettempdir(), "activations_cuda-most-memory.lock")):
+        yield
+        torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("row", A_FEW, ids=str)
 @pytest.mark.parametrize("numel", [2**31 - 1, 2**31, 2**31 + 9, 2**32 + 5])
+@pytest.mark.usefixtures("most_memory")
 def test_more_elements_than_32_bits_count(row, numel):
     """The ends and the surroundings of every 32-bit border; what lies between is compared in place."""
     needed = 8 * 2 * numel
@@ -110,12 +123,10 @@ def test_more_elements_than_32_bits_count(row, numel):
     for actual, expected in zip(step(row), step(row.reference), strict=True):
         for chunk in zip(actual.split(2**28), expected.split(2**28), strict=True):
             assert_same_values(*chunk)
-    del actual, expected, chunk
-    torch.cuda.empty_cache()
 
 
+@pytest.mark.usefixtures("most_memory")
 def test_rows_past_32_bits():
     x = torch.randn(2**16 + 1, 2**15 + 8, device="cuda", dtype=torch.bfloat16)[:, : 2**15 + 3]
     assert x.numel() > 2**31
     assert_same_values(ops.hardtanh(x), F.hardtanh(x))
-    torch.cuda.empty_cache()
