@@ -53,10 +53,19 @@ def test_figures_of_models():
     table = re.findall(r"^\| .+% \|$", TEXT, re.MULTILINE)
     assert len(table) == 10
     assert set(table) <= expected
-    mobilenet = [row for row in result["rows"] if row["model"] == "mobilenet_v2" and row["mode"] == "eager"]
-    for what in ("memory", "time"):
-        low, high = sorted(round(100 * (1 - row[what])) for row in mobilenet)
-        assert f"{low} to {high}% less {what}" in TEXT
+
+    def less(what, model):
+        rows = [row for row in result["rows"] if row["model"] == model and row["mode"] == "eager"]
+        low, high = sorted((round(100 * (1 - row[what])) for row in rows), key=abs)
+        return f"{low} to {high}% less {what}" if low > 0 else f"{-low} to {-high}% more {what}"
+
+    assert less("memory", "mobilenet_v2") in TEXT
+    assert less("time", "mobilenet_v2") in TEXT
+    resnet = less("memory", "resnet50, its ReLU"), less("time", "resnet50, its ReLU")
+    assert "takes {}, and {}".format(*resnet) in TEXT
+    compiled = [row for row in result["rows"] if row["mode"] == "compiled"]
+    assert {row["memory"] for row in compiled} == {1}
+    assert f"the same time within {100 * max(abs(row['time'] - 1) for row in compiled):.1f}%" in TEXT
     largest = result["largest_batch"]
     assert f"takes {largest['after']} images instead of {largest['before']}" in TEXT
 
@@ -64,8 +73,10 @@ def test_figures_of_models():
 @FROM_SOURCE
 def test_figures_of_compiled_models():
     rows = json.loads((RESULTS / "nvidia-h200-compiled.json").read_text())["rows"]
-    gib = {row["compiled"]: f"{row['gib']:.3f}" for row in rows if row["model"].startswith("MLP")}
-    assert f"in {gib['with the pass']} GiB instead of {gib['converted']}" in TEXT
+    mlp = {row["compiled"]: row for row in rows if row["model"].startswith("MLP")}
+    before, after = mlp["converted"], mlp["with the pass"]
+    memory = f"in {after['gib']:.3f} GiB instead of {before['gib']:.3f}"
+    assert f"{memory}, and in {1 - after['time'] / before['time']:.0%} less time" in TEXT.replace("\n", " ")
 
 
 @FROM_SOURCE
