@@ -74,9 +74,14 @@ def why_not_cuda(toolkit):
     return None
 
 
-def supported_archs():
-    """The architectures that the installed torch was built for, as TORCH_CUDA_ARCH_LIST has them, with PTX for the newest."""
-    names = re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags())
+def supported_archs(toolkit):
+    """The architectures that the installed torch was built for, as TORCH_CUDA_ARCH_LIST has them, with PTX for the newest.
+
+    Without those that are too new for the toolkit, which may be older than torch's.
+    """
+    run = subprocess.run([toolkit / "bin/nvcc", "--list-gpu-arch"], capture_output=True, text=True)
+    known = re.findall(r"compute_(\d+)", run.stdout)
+    names = [name for name in re.findall(r"sm_(\d+)", torch._C._cuda_getArchFlags()) if name in known]
     archs = sorted({(int(name[:-1]), int(name[-1])) for name in names})
     return ";".join(f"{major}.{minor}" for major, minor in archs) + "+PTX"
 
@@ -87,11 +92,11 @@ def tag():
 
 
 def commit():
-    """The commit that is built, "-dirty" behind it where files differ, or None outside of a git checkout."""
+    """The commit that is built, "-dirty" behind it where files differ, or None outside of a git checkout or without git."""
     root = Path(__file__).parent
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or not shutil.which("git"):
         return None
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    git = ["git", "describe", "--always", "--exclude=*", "--dirty", "--abbrev=12"]
     return subprocess.run(git, cwd=root, capture_output=True, text=True).stdout.strip() or None
 
 
@@ -106,7 +111,7 @@ else:
     check_toolkit(toolkit)
     os.environ["CUDA_HOME"] = str(toolkit)  # read when torch.utils.cpp_extension is imported
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        os.environ["TORCH_CUDA_ARCH_LIST"] = supported_archs()
+        os.environ["TORCH_CUDA_ARCH_LIST"] = supported_archs(toolkit)
 
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 

@@ -109,15 +109,21 @@ def test_no_compiler(compiler, path):
     assert_ends(result, f"no C++ compiler {compiler}", "install one", "CXX")
 
 
-@FROM_SOURCE
-@pytest.mark.parametrize("force", ["0", "1"])
-def test_a_toolkit_of_another_major_version(force, tmp_path):
-    nvcc = tmp_path / "bin/nvcc"
-    for path, text in [(nvcc, "echo Cuda compilation tools, release 9.2, V9.2.148"), (tmp_path / "include/cuda_runtime.h", "")]:
+def toolkit(folder, release, *archs):
+    """What setup.py asks of a CUDA toolkit."""
+    nvcc = folder / "bin/nvcc"
+    answers = f"case $1 in\n--version) echo release {release};;\n--list-gpu-arch) echo {' '.join(archs)};;\nesac"
+    for path, text in [(nvcc, answers), (folder / "include/cuda_runtime.h", "")]:
         path.parent.mkdir()
         path.write_text(f"#!/bin/sh\n{text}\n")
     nvcc.chmod(0o755)
-    result = setup(CUDA_HOME=str(tmp_path), FORCE_CUDA=force)
+    return str(folder)
+
+
+@FROM_SOURCE
+@pytest.mark.parametrize("force", ["0", "1"])
+def test_a_toolkit_of_another_major_version(force, tmp_path):
+    result = setup(CUDA_HOME=toolkit(tmp_path, "9.2"), FORCE_CUDA=force)
     assert_ends(result, f"{tmp_path} is CUDA 9.2, but torch {torch.__version__} is built with CUDA", "CUDA_HOME", "FORCE_CPU=1")
 
 
@@ -131,6 +137,15 @@ def test_architectures():
         f for f in flags if f[:3] == "sm_"
     }
     assert setup(TORCH_CUDA_ARCH_LIST="9.0").stdout.split()[-1] == "9.0"
+
+
+@FROM_SOURCE
+@pytest.mark.skipif(_build.cuda is None, reason="needs a CUDA build")
+def test_a_toolkit_older_than_torchs(tmp_path):
+    """Is asked for no architecture that it doesn't know."""
+    older = toolkit(tmp_path, torch.version.cuda, "compute_75", "compute_80", "compute_86")
+    torchs = "torch._C._cuda_getArchFlags = lambda: 'sm_75 sm_80 sm_120 compute_120'"
+    assert setup(torch_is=torchs, TORCH_CUDA_ARCH_LIST="", CUDA_HOME=older).stdout.split()[-1] == "7.5;8.0+PTX"
 
 
 @FROM_SOURCE
