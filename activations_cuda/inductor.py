@@ -8,7 +8,7 @@ products there is nothing to fuse with, and the kernels that keep one bit per el
     step = torch.compile(model, options=inductor.options())
 
 An activation of this package stays packed where Inductor gives each of its neighbours, forward and backward, a kernel of its
-own. Everywhere else the graph is what it is without the pass.
+own. Everywhere else the graph is what it is without the pass. Needs torch 2.7 or newer.
 """
 
 import operator
@@ -17,6 +17,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+if torch.__version__ < "2.7":  # 2.6 drops a pass that is an option of torch.compile's, without a word
+    raise ImportError(f"activations_cuda.inductor: expected torch 2.7 or newer, got {torch.__version__}")
+
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
