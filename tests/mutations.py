@@ -4,7 +4,7 @@
     python tests/mutations.py cuda    # one needs two GPUs to be caught
 
 Each is built from a copy of the tree and meets the kernels' tests until one fails; the first has nothing broken, and must pass
-them all. Exits with 1 where another does.
+them all. Exits with 1 unless that and nothing else does.
 """
 
 import argparse
@@ -121,8 +121,11 @@ ON = {
 }
 
 
+OUTCOMES = {True: "caught", False: "all pass", None: "can't tell"}
+
+
 def trial(mutant, device):
-    """Whether the tests caught it, and what tells."""
+    """Whether the tests caught it, or None where they say nothing of it, and what tells."""
     with tempfile.TemporaryDirectory() as folder:
         tree, site = Path(folder, "tree"), Path(folder, "site")
         copy(tree)
@@ -135,13 +138,15 @@ def trial(mutant, device):
             else:
                 install(tree, site, FORCE_CUDA="1", TORCH_CUDA_ARCH_LIST="{}.{}".format(*torch.cuda.get_device_capability()))
         except AssertionError:
-            return False, "it doesn't build"
+            return None, "it doesn't build"
         options = ("-x", "-k", device, "-p", "no:cacheprovider")
         result = run(sys.executable, "-m", "pytest", *options, *TESTS, cwd=tree / "tests", PYTHONPATH=str(site))
     if result.returncode < 0:
         return True, f"signal {-result.returncode}"
     failed = re.search(r"^FAILED (\S+)", result.stdout, re.MULTILINE)
-    return (True, failed[1]) if failed else (False, f"pytest's exit status is {result.returncode}")
+    if failed:
+        return True, failed[1]
+    return (False if result.returncode == 0 else None), f"pytest's exit status is {result.returncode}"
 
 
 def main():
@@ -155,10 +160,10 @@ def main():
         for done in as_completed(trials):
             mutant = trials[done]
             caught[mutant], how = done.result()
-            print(f"{'caught' if caught[mutant] else 'NOT CAUGHT':<10} {mutant.file:<24} {mutant.what:<44} {how}", flush=True)
-    false_alarm = caught.pop(UNBROKEN)
-    print(f"{sum(caught.values())} of {len(caught)} mutants caught" + ", but so is what isn't broken" * false_alarm)
-    sys.exit(false_alarm or not all(caught.values()))
+            print(f"{OUTCOMES[caught[mutant]]:<10} {mutant.file:<24} {mutant.what:<44} {how}", flush=True)
+    unbroken = caught.pop(UNBROKEN)
+    print(f"{sum(map(bool, caught.values()))} of {len(caught)} mutants caught; with nothing broken: {OUTCOMES[unbroken]}")
+    sys.exit(0 if unbroken is False and all(caught.values()) else 1)
 
 
 if __name__ == "__main__":
