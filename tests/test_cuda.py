@@ -107,7 +107,7 @@ def most_memory():
 @pytest.mark.parametrize("numel", [2**31 - 1, 2**31, 2**31 + 9, 2**32 + 5])
 @pytest.mark.usefixtures("most_memory")
 def test_more_elements_than_32_bits_count(row, numel):
-    """The ends and the surroundings of every 32-bit border; what lies between is compared in place."""
+    """Every element, in pieces."""
     needed = 8 * 2 * numel
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory")
