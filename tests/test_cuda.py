@@ -1,5 +1,6 @@
 """What only a GPU can show: streams, devices and sizes past 32-bit indices."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def test_mask_on_another_device():
 @pytest.fixture
 def most_memory():
     """Of tests that run at the same time one has most of the GPU's memory."""
-    with FileLock(Path(tempfile.gettempdir(), "activations_cuda-most-memory.lock")):
+    with FileLock(Path(tempfile.gettempdir(), f"activations_cuda-{os.getuid()}.lock")):
         yield
         torch.cuda.empty_cache()
 
