@@ -38,10 +38,10 @@ sanitize: build
 	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/sanitized .
 	cd tests && LD_PRELOAD="$(SANITIZER_LIBRARIES)" PYTHONPATH=../build/sanitized \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=0:thread_local_quarantine_size_kb=0 \
-	  python -m pytest -k cpu $(KERNEL_TESTS:%=test_%.py)
+	  python -m pytest -m "not cuda" $(KERNEL_TESTS:%=test_%.py)
 	! command -v nvidia-smi || for tool in memcheck racecheck initcheck synccheck; do \
 	  (cd tests && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    python -m pytest -k "cuda and ($(FEW))" test_mask.py test_exact.py test_inplace.py) || exit 1; \
+	    python -m pytest -m cuda -k "$(FEW)" test_mask.py test_exact.py test_inplace.py) || exit 1; \
 	done
 
 # An sdist and the wheel for this torch, each tried in an environment of its own before it comes to dist/: the sdist says what to

@@ -10,7 +10,6 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 import activations_cuda
 from activations_cuda import _build, _load
-from conftest import requires_cuda
 from trees import FROM_SOURCE, copy, install, run
 
 MINOR = "".join(torch.__version__.split(".")[:2])
@@ -149,7 +148,7 @@ def test_a_toolkit_older_than_torchs(tmp_path):
 
 
 @FROM_SOURCE
-@requires_cuda
+@pytest.mark.cuda
 @pytest.mark.skipif(CUDA_HOME is None, reason="needs a CUDA toolkit")
 def test_a_build_for_another_gpu(tmp_path):
     """Without PTX a cubin serves its own major version alone."""

@@ -14,7 +14,6 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import activations_cuda
-from conftest import requires_cuda
 from family import A_FEW, FAMILY, Apply, sample
 
 CALL = {"cpu": r"^\s*(?:kernels\.)?cpp_fused\w*\(", "cuda": r"^\s*triton_\w+\.run\("}
@@ -158,7 +157,7 @@ def test_inplace_costs_no_more_than_pytorchs(name, dtype, device):
     assert_costs_no_more(between_convolutions, ours, pytorchs, dtype, device)
 
 
-@requires_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("row", A_FEW, ids=str)
 def test_modes(row, mode):

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock
 
-from conftest import requires_cuda
 from family import A_FEW, assert_same_values, sample
 
-pytestmark = requires_cuda
+pytestmark = pytest.mark.cuda
 ops = torch.ops.fastact
 
 
@@ -37,7 +36,7 @@ def test_runs_on_the_current_stream():
     assert torch.equal(gradient, torch.full_like(x, 2.0))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.cuda(gpus=2)
 def test_runs_on_the_tensors_device():
     x = torch.randn(1000, device="cuda:1", requires_grad=True)
     with torch.cuda.device(0):

@@ -16,11 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import activations_cuda
-from activations_cuda.demo import has_gpu
 from family import A_FEW, FAMILY, sample
 
-requires_two_gpus = pytest.mark.skipif(not has_gpu() or torch.cuda.device_count() < 2, reason="needs two GPUs")
-GROUPS = [("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=requires_two_gpus)]
+GROUPS = [("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=pytest.mark.cuda(gpus=2))]
 
 
 def start(rank, cases, device, ranks, rendezvous):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import requires_cuda
 from family import FAMILY
 from test_exact import check
 from test_mask import packed
@@ -38,7 +37,7 @@ def test_every_half(row, dtype, device):
     check_with_mask(row, torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(device))
 
 
-@requires_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_one_float_in_97(row):
     patterns = torch.arange(-(2**31), 2**31, 97, dtype=torch.int64, device="cuda")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from conftest import requires_cuda
 from family import DTYPES, FAMILY, bits, sample
 from test_mask import packed
 
@@ -75,11 +74,11 @@ def seen_behind(outputs, *args):
     return seen
 
 
-@requires_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", FAMILY, ids=str)
 def test_garbage_behind_outputs(row, dtype):
-    """It stays. On a CPU AddressSanitizer sees to that."""
+    """It stays. On a CPU AddressSanitizer sees to it."""
 
     def forward(x):
         return row.with_mask(x, *row.parameters)

@@ -16,7 +16,6 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import hardshrink, hardtanh, inductor, leaky_relu, relu
-from conftest import requires_cuda
 from family import A_FEW, FAMILY, sample
 from test_compile import between_convolutions, between_matmuls, costs, fresh_compiler  # noqa: F401
 
@@ -140,7 +139,7 @@ def test_composite_between_convolutions_and_normalisation(device):
         assert costs(between_convolutions, row, torch.float32, device) == expected
 
 
-@requires_cuda
+@pytest.mark.cuda
 def test_composite_after_a_convolution_with_bias():
     """On a GPU Inductor adds the bias itself, and can fuse that."""
     images = torch.randn(2, 4, 8, 8, device="cuda").to(memory_format=torch.channels_last)
@@ -225,7 +224,7 @@ def test_autocast(device):
     assert calls(function, x) == PACKED
 
 
-@requires_cuda
+@pytest.mark.cuda
 def test_cuda_graphs():
     model, shape = between_matmuls(hardtanh, torch.float32)
     compiled = torch.compile(model.cuda(), options=inductor.options(torch._inductor.list_mode_options("reduce-overhead")))
