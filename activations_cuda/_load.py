@@ -1,5 +1,6 @@
 """Loads the compiled library, which registers the ops, after making sure that it was built for this torch."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -32,7 +33,18 @@ def check_torch(running_torch, running_cuda):
         )
 
 
+def check_gpus():
+    """Warn where a build without CUDA meets a GPU, which setup.py can't say aloud: pip hides what it prints."""
+    if _build.cuda is None and torch.version.cuda is not None and torch.cuda.device_count() > 0:
+        warnings.warn(
+            f"activations_cuda {version} was built without CUDA: on this machine's GPU it computes by PyTorch's ops, and keeps "
+            f"a byte per element. Build it with CUDA, which needs its toolkit: FORCE_CUDA=1 {MEND}",
+            stacklevel=2,
+        )
+
+
 check_torch(torch.__version__, torch.version.cuda)
+check_gpus()
 
 from activations_cuda import _C  # noqa: E402
 

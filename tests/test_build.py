@@ -57,6 +57,19 @@ def test_another_patch_release_is_served(monkeypatch, built, running):
     _load.check_torch(*running)
 
 
+@pytest.mark.parametrize(
+    "built, running, gpus, warns",
+    [(None, "13.0", 1, True), (None, "13.0", 0, False), (None, None, 1, False), ("13.0", "13.0", 1, False)],
+)
+def test_a_cpu_build_beside_a_gpu_warns(monkeypatch, recwarn, built, running, gpus, warns):
+    monkeypatch.setattr(_build, "cuda", built)
+    monkeypatch.setattr(torch.version, "cuda", running)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    _load.check_gpus()
+    assert [str(warning.message).count("built without CUDA") for warning in recwarn] == [1] * warns
+    assert all("FORCE_CUDA=1 pip install" in str(warning.message) for warning in recwarn)
+
+
 def test_import_under_another_torch():
     result = run(sys.executable, "-c", "import torch; torch.__version__ = '1.13.1'; import activations_cuda", cwd=Path.home())
     assert result.returncode != 0
