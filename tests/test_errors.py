@@ -22,6 +22,21 @@ def test_min_above_max(device):
         ops.hardtanh_with_mask(x, 2.0, -1.0)
 
 
+@pytest.mark.parametrize("row", [row for row in FAMILY if row.parameters and row.overload == "default"], ids=str)
+def test_a_tensor_that_is_no_number(row, device):
+    function = getattr(activations_cuda, row.name)
+    x = torch.randn(3, device=device)
+    *others, last = row.parameters
+    learnt = torch.tensor(last, requires_grad=True)
+    assert torch.equal(function(x, *others, learnt.detach()), row(x))
+    for tensor, got in [(learnt, r"\[\] that requires grad"), (torch.tensor([last]), r"\[1\]$")]:
+        with pytest.raises(TypeError):
+            row.pytorch(x, *others, tensor)
+        for inplace in (False, True):
+            with pytest.raises(TypeError, match=rf"{row.name}_?: expected a number as parameter, got a tensor of shape {got}"):
+                function(x, *others, tensor, inplace=inplace)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex64], ids=str)
 @pytest.mark.parametrize("row", FAMILY, ids=str)
 def test_dtypes_without_order(row, dtype, device):

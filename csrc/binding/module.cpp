@@ -43,6 +43,18 @@ struct Functions {
     }
 
    private:
+    // A tensor serves where it is one number and no more, as for PyTorch: its gradient would be lost unseen.
+    static double number(PyObject* argument) {
+      if (!PyFloat_Check(argument) && !PyLong_Check(argument) && THPVariable_Check(argument)) {
+        const at::Tensor& tensor = THPVariable_Unpack(argument);
+        TORCH_CHECK_TYPE(
+            tensor.dim() == 0 && !tensor.requires_grad(), function_name<Op, inplace>(),
+            ": expected a number as parameter, got a tensor of shape ", tensor.sizes(),
+            tensor.requires_grad() ? " that requires grad" : "");
+      }
+      return THPUtils_unpackDouble(argument);
+    }
+
     template <size_t... Index>
     static PyObject* unpack_and_call(PyObject* const* arguments, Py_ssize_t count, std::index_sequence<Index...>) {
       HANDLE_TH_ERRORS
@@ -58,7 +70,7 @@ struct Functions {
       static const auto op = find<Output(Self, Parameters...)>(name, Op::overload);
       // An in-place op's signature wants it mutable.
       auto& self = const_cast<at::Tensor&>(THPVariable_Unpack(arguments[0]));
-      const std::tuple<Parameters...> parameters{THPUtils_unpackDouble(arguments[1 + Index])...};
+      const std::tuple<Parameters...> parameters{number(arguments[1 + Index])...};
       at::Tensor output;
       {
         const py::gil_scoped_release no_gil;
