@@ -73,14 +73,10 @@ ON = {
         Mutant("NaN is clamped", ACTIVATIONS, "x < low ? low : x", "x > low ? x : low"),
         Mutant("the tail's bits are not packed", CPU, "  if (i < n) {\n    const", "  if (i + 1 < n) {\n    const"),
         Mutant("bits past the end", CPU, "std::fill(flags + n, flags + (n + 15) / 16 * 16, 0);", ""),
-        Mutant(
-            "the tail is not scaled", CPU, "for (; i < n; ++i) {\n    y[i] = mask", "for (; i < n - 1; ++i) {\n    y[i] = mask"
-        ),
-        Mutant(
-            "the tail is one too long", CPU, "for (; i < n; ++i) {\n    y[i] = mask", "for (; i <= n; ++i) {\n    y[i] = mask"
-        ),
+        Mutant("the tail is not scaled", CPU, "  if (i < n) {\n    octet", "  if (i + 1 < n) {\n    octet"),
+        Mutant("the tail is one too long", CPU, "(n - i) * sizeof(scalar_t)", "(n - i + 1) * sizeof(scalar_t)"),
         Mutant("bits in the other order", CPU, "{1, 2, 4, 8, 16, 32, 64, 128}", "{128, 64, 32, 16, 8, 4, 2, 1}"),
-        Mutant("a slope of 0 multiplies", CPU, "if (slope != 0) {", "if (true) {"),
+        Mutant("a slope of 0 multiplies", CPU, "if (slope == 0) {", "if (false) {"),
         Mutant("rows without their pitch", CPU, "row * rows.pitch + column", "row * rows.length + column"),
         Mutant("the last block is left out", PACKED, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
         Mutant("a thread begins one late", PACKED, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),
