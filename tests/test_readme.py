@@ -62,7 +62,8 @@ def test_figures_of_models():
     def less(what, model):
         rows = [row for row in result["rows"] if row["model"] == model and row["mode"] == "eager"]
         low, high = sorted((round(100 * (1 - row[what])) for row in rows), key=abs)
-        return f"{low} to {high}% less {what}" if low > 0 else f"{-low} to {-high}% more {what}"
+        span = str(abs(low)) if low == high else f"{abs(low)} to {abs(high)}"
+        return f"{span}% {'less' if low > 0 else 'more'} {what}"
 
     assert less("memory", "mobilenet_v2") in TEXT
     assert less("time", "mobilenet_v2") in TEXT
