@@ -21,13 +21,26 @@ from family import A_FEW, FAMILY, sample
 GROUPS = [("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=pytest.mark.cuda(gpus=2))]
 
 
+def one_thread_gloo(store, rank, ranks, timeout):
+    """Gloo's usual two threads race: both assign the name of the collective that they end to one string of the group
+    (ProcessGroupGloo::runLoop), at times to one that the other has just freed."""
+    options = dist.ProcessGroupGloo._Options()
+    options._threads = 1
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, ranks, options)
+
+
+dist.Backend.register_backend("one-thread-gloo", one_thread_gloo, devices=["cpu"])
+
+
 def start(rank, cases, device, ranks, rendezvous):
     """What each process runs: all cases, so that starting it is paid for once, and in step with the others when one fails."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if device == "cuda" else "one-thread-gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=ranks,
