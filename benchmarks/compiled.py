@@ -37,6 +37,7 @@ def measure(name, model):
         torch._dynamo.reset()
         trainings.append(Training(contender, batch, torch.bfloat16, compile))
         trainings[-1]()
+    # Now: captured graphs hold memory of their own.
     peaks = [training.peak([other for other in trainings if other is not training]) for training in trainings]
     times = alternate(StepClock(rounds=50, calls=8), *map(captured, trainings))
     best, least = min(times, key=lambda time: time.median), min(peaks)

@@ -1,4 +1,5 @@
 """Trains real models for a few steps on the GPU at hand, as they come and converted: step time and peak memory of both.
+A compiled step's time is that of its CUDA graph.
 
 Writes benchmarks/results/<device>-models.json and draws it. Exits with 1 where a row misses its bound or, in eager mode, the
 first loss differs. Names of models on the command line run those alone; the other models' results of the same commit stay.
@@ -166,7 +167,7 @@ def measure(name, model, dtype, compiled):
     batch = normal(model.shape)
     before, after = trainings = [Training(m, batch, dtype, torch.compile if compiled else None) for m in both(model)]
     equal = torch.equal(*(first_loss(training) for training in trainings))
-    peaks = before.peak([after]), after.peak([before])
+    peaks = before.peak([after]), after.peak([before])  # now: captured graphs hold memory of their own
     times = alternate(StepClock(), *(map(captured, trainings) if compiled else trainings))
     key = name, str(dtype).removeprefix("torch."), "compiled" if compiled else "eager"
     time_at_most, memory_at_most = OWED.get(key, (None, None))
