@@ -77,6 +77,7 @@ ON = {
         Mutant("the tail is one too long", CPU, "(n - i) * sizeof(scalar_t)", "(n - i + 1) * sizeof(scalar_t)"),
         Mutant("bits in the other order", CPU, "{1, 2, 4, 8, 16, 32, 64, 128}", "{128, 64, 32, 16, 8, 4, 2, 1}"),
         Mutant("a slope of 0 multiplies", CPU, "if (slope == 0) {", "if (false) {"),
+        Mutant("a half type's slope outside", CPU, "multiplies(inside) || multiplies(outside)", "multiplies(inside)"),
         Mutant("rows without their pitch", CPU, "row * rows.pitch + column", "row * rows.length + column"),
         Mutant("the last block is left out", PACKED, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
         Mutant("a thread begins one late", PACKED, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),

@@ -116,24 +116,29 @@ inline void convert(const From* x, To* to, int64_t n) {
   }
 }
 
-// y = function(x, i) for a block of elements, computed in opmath.
-template <class scalar_t, class Function>
-inline void transform(const scalar_t* x, scalar_t* y, int64_t n, const Function& function) {
+// body(x, y) for a block of elements, computed in opmath.
+template <class scalar_t, class Body>
+inline void in_opmath(const scalar_t* x, scalar_t* y, int64_t n, const Body& body) {
   using T = opmath_t<scalar_t>;
   if constexpr (std::is_same_v<T, scalar_t>) {
-    FASTACT_VECTORIZE
-    for (int64_t i = 0; i < n; ++i) {
-      y[i] = function(x[i], i);
-    }
+    body(x, y);
   } else {
     T block[kBlock];
     convert(x, block, n);
-    FASTACT_VECTORIZE
-    for (int64_t i = 0; i < n; ++i) {
-      block[i] = function(block[i], i);
-    }
+    body(block, block);
     convert(block, y, n);
   }
+}
+
+// y = function(x, i), likewise.
+template <class scalar_t, class Function>
+inline void transform(const scalar_t* x, scalar_t* y, int64_t n, const Function& function) {
+  in_opmath(x, y, n, [&](const auto* from, auto* to) {
+    FASTACT_VECTORIZE
+    for (int64_t i = 0; i < n; ++i) {
+      to[i] = function(from[i], i);
+    }
+  });
 }
 
 // Eight elements, those of a mask byte, as bits: choosing one of two needs no arithmetic, and for the half types no conversion.
@@ -209,23 +214,18 @@ template <class scalar_t>
 FASTACT_CLONES __attribute__((flatten)) void masked_scale(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t begin, int64_t end) {
-  using T = opmath_t<scalar_t>;
+  const auto multiplies = [](opmath_t<scalar_t> slope) { return slope != 0 && slope != 1; };
   for (; begin < end; begin += kBlock) {
     const int64_t count = std::min(kBlock, end - begin);
     scalar_t buffer[kBlock];
     const scalar_t* from = in_one_piece(grad, rows, begin, count, buffer);
     const uint8_t* bits = mask + begin / kMaskBits;
-    if constexpr (!std::is_same_v<T, scalar_t>) {
-      const auto multiplies = [](T slope) { return slope != 0 && slope != 1; };
-      if (multiplies(inside) || multiplies(outside)) {
-        T block[kBlock];
-        convert(from, block, count);
-        scale(block, bits, block, inside, outside, count);
-        convert(block, y + begin, count);
-        continue;
-      }
+    const auto scaled = [&](const auto* x, auto* to) { scale(x, bits, to, inside, outside, count); };
+    if (multiplies(inside) || multiplies(outside)) {
+      in_opmath(from, y + begin, count, scaled);
+    } else {
+      scaled(from, y + begin);
     }
-    scale(from, bits, y + begin, inside, outside, count);
   }
 }
 
