@@ -32,6 +32,9 @@ using opmath_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, fl
 
 enum class Device { cpu, cuda };
 
+// What PyTorch's own op saves for its backward pass: its input (in place a clone of that) or its output.
+enum class Saves { input, output_in_place, output };
+
 struct Slopes {
   double inside, outside;
 };
@@ -97,6 +100,13 @@ struct Activation {
     return true;
   }
 
+  // Of PyTorch's own op. Its backward reads what it saved and the gradient, and where their layouts differ the one that it reads
+  // first has more say in the result's.
+  static constexpr Saves saves = Saves::input;
+  static constexpr bool reads_gradient_first = true;
+  // Does it allocate its output by empty_like? That differs from TensorIterator in the strides of dimensions of size 1.
+  static constexpr bool allocates_alike = false;
+
   Slopes slopes() const { return {1, 0}; }
 
   // Is inside(y) inside(x)? A compiled graph mostly keeps y for the next layer, and need not keep a condition then.
@@ -113,6 +123,8 @@ struct Relu : Activation {
   using T = opmath_t<scalar_t>;
 
   static constexpr bool clamps = true;
+  static constexpr Saves saves = Saves::output;
+  static constexpr bool reads_gradient_first = false;
 
   bool output_tells() const { return true; }
 
@@ -135,6 +147,8 @@ struct LeakyRelu : Activation {
   explicit LeakyRelu(double negative_slope) : negative_slope(static_cast<T>(negative_slope)) {}
 
   static constexpr bool clamps = false;
+  static constexpr Saves saves = Saves::output_in_place;
+  static constexpr bool reads_gradient_first = false;
 
   Slopes slopes() const { return {1, negative_slope}; }
 
@@ -159,6 +173,7 @@ struct Hardtanh : Activation {
   Hardtanh(double min_val, double max_val) : min_val(static_cast<T>(min_val)), max_val(static_cast<T>(max_val)) {}
 
   static constexpr bool clamps = true;
+  static constexpr bool allocates_alike = true;
   static constexpr const char* requirement = "min_val <= max_val";
   static bool accepts(double min_val, double max_val) { return !(min_val > max_val); }
 
@@ -301,6 +316,7 @@ struct Threshold : Activation {
         value(in_dtype<scalar_t>(value)) {}
 
   static constexpr bool clamps = false;
+  static constexpr bool reads_gradient_first = false;
 
   // NaN is inside.
   template <class X>

@@ -1,5 +1,6 @@
 // What the kernels offer to the binding: for each device, one forward kernel for the whole family and one backward kernel.
-// Both walk the output in memory order, take any alignment and may run in place.
+// Both walk the output in memory order, take any alignment and may run in place. Backward has a second form, for a gradient or a
+// mask in another order.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -23,6 +24,16 @@ struct Rows {
   FASTACT_HOST_DEVICE bool dense() const { return length == pitch; }
 };
 
+// Where the elements of an output, in its memory order, have their gradient and their bit: dimension by dimension, the innermost
+// first, with the strides of both. A stride may be 0, for a gradient that is expanded. There is at least one dimension.
+struct Walk {
+  // What has more dimensions of two elements or more than this has more elements than memory.
+  static constexpr int kMaxDims = 48;
+
+  int dims;
+  int64_t size[kMaxDims], grad[kMaxDims], mask[kMaxDims];
+};
+
 namespace cpu {
 
 // A range of elements that a kernel is called for must begin at a multiple of this, so that no two threads share a mask byte.
@@ -39,6 +50,10 @@ template <class scalar_t>
 void masked_scale(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t begin, int64_t end);
+template <class scalar_t>
+void masked_scale(
+    const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
+    opmath_t<scalar_t> outside, int64_t begin, int64_t end);
 
 }  // namespace cpu
 
@@ -53,6 +68,10 @@ template <class scalar_t>
 cudaError_t masked_scale(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t n, cudaStream_t stream);
+template <class scalar_t>
+cudaError_t masked_scale(
+    const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
+    opmath_t<scalar_t> outside, int64_t n, cudaStream_t stream);
 
 }  // namespace cuda
 #endif

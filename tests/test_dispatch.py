@@ -28,7 +28,8 @@ ops = torch.ops.fastact
         "fastact::hardtanh_with_mask(Tensor self, float min_val, float max_val) -> (Tensor output, Tensor mask)",
         "fastact::hardsigmoid_with_mask(Tensor self) -> (Tensor output, Tensor mask)",
         "fastact::hardsigmoid_with_mask.affine(Tensor self, float alpha, float beta) -> (Tensor output, Tensor mask)",
-        "fastact::masked_scale(Tensor grad, Tensor mask, float inside, float outside) -> Tensor",
+        "fastact::masked_scale(Tensor grad, Tensor mask, float inside, float outside, *, SymInt[]? mask_strides=None, "
+        "SymInt[]? strides=None) -> Tensor",
     ],
 )
 def test_schema(schema):

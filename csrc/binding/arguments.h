@@ -10,6 +10,8 @@
 
 #include "../activations.h"
 #include "../mask.h"
+#include "family.h"
+#include "strides.h"
 
 namespace fastact {
 
@@ -61,7 +63,7 @@ at::Tensor pytorch(const at::Tensor& self, Parameters... parameters) {
   const auto dtype = self.scalar_type();
   TORCH_CHECK_NOT_IMPLEMENTED(
       dtype != at::kBool && !at::isComplexType(dtype), Op::name, ": expected a tensor of real numbers, got ", dtype);
-  if constexpr (std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>>) {
+  if constexpr (!pytorch_has<Op>) {
     check_parameters<Op>(parameters...);
     TORCH_CHECK_NOT_IMPLEMENTED(kernels_take(dtype), Op::name, ": expected a floating-point tensor, got ", dtype);
     TORCH_CHECK_VALUE(false, Op::name, ": expected numbers within the range of ", dtype, ", got ", join(parameters...));
@@ -84,7 +86,17 @@ void check_arguments_with_mask(const at::Tensor& self, Parameters... parameters)
       join(parameters...));
 }
 
-inline void check_mask(const at::Tensor& grad, const at::Tensor& mask) {
+inline void check_strides(const char* name, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  const auto numbers = c10::asIntArrayRefSlowOpt(strides);
+  const auto lengths = c10::asIntArrayRefSlowOpt(sizes);
+  TORCH_CHECK_VALUE(
+      strides.size() == sizes.size() && (!numbers || !lengths || is_dense(*lengths, *numbers)), "masked_scale: expected ", name,
+      " of a dense tensor of shape ", sizes, ", got ", strides);
+}
+
+inline void check_mask(
+    const at::Tensor& grad, const at::Tensor& mask, at::OptionalSymIntArrayRef mask_strides,
+    at::OptionalSymIntArrayRef strides) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       kernels_take(grad.scalar_type()), "masked_scale: expected grad to be float64, float32, float16 or bfloat16, got ",
       grad.scalar_type());
@@ -96,6 +108,11 @@ inline void check_mask(const at::Tensor& grad, const at::Tensor& mask) {
   TORCH_CHECK(
       mask.dim() == 1 && mask.sym_numel() == bytes && mask.is_contiguous(), "masked_scale: expected a contiguous mask of ",
       bytes, " bytes for ", grad.sym_numel(), " elements, got shape ", mask.sym_sizes(), " and strides ", mask.sym_strides());
+  for (const auto& [name, given] : {std::pair("mask_strides", mask_strides), std::pair("strides", strides)}) {
+    if (given) {
+      check_strides(name, grad.sym_sizes(), *given);
+    }
+  }
 }
 
 }  // namespace fastact

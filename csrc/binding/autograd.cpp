@@ -5,13 +5,18 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "../torch_version.h"
+#include "composite.h"
 #include "find.h"
+#include "older_torch.h"
+#include "strides.h"
 
 #if FASTACT_COMPILED_AUTOGRAD
 #include <torch/csrc/dynamo/compiled_autograd.h>
@@ -24,64 +29,65 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-at::Tensor masked_scale(const at::Tensor& grad, const at::Tensor& mask, Slopes slopes) {
-  static const auto op = find<at::Tensor(const at::Tensor&, const at::Tensor&, double, double)>("masked_scale");
-  return op.call(grad, mask, slopes.inside, slopes.outside);
-}
+// What backward goes by, beside the mask itself.
+struct Rule {
+  Slopes slopes;
+  // Of the mask, where that is of bits, and of the tensor that PyTorch's op would have saved.
+  c10::SymDimVector mask_strides, saved_strides;
+  bool reads_gradient_first;
+};
 
-// Whether a tensor's elements follow one another in memory as those of the dense `strides` do, with or without gaps; dimensions
-// of size 1 do not matter.
-bool same_order(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, c10::SymIntArrayRef other) {
-  for (size_t outer = 0; outer < sizes.size(); ++outer) {
-    if (sizes[outer] == 1) {
-      continue;
-    }
-    if (other[outer] < 1) {
-      return false;
-    }
-    for (size_t inner = 0; inner < sizes.size(); ++inner) {
-      const bool nested = sizes[inner] != 1 && strides[inner] < strides[outer];
-      if (nested && other[outer] < other[inner] * sizes[inner]) {
-        return false;
-      }
-    }
+// The strides of the gradient that PyTorch's backward returns, where they are numbers.
+std::optional<at::DimVector> pytorchs_strides(const at::Tensor& grad, const Rule& rule) {
+  const auto sizes = c10::asIntArrayRefSlowOpt(grad.sym_sizes());
+  const auto incoming = c10::asIntArrayRefSlowOpt(grad.sym_strides());
+  const auto saved = c10::asIntArrayRefSlowOpt(rule.saved_strides);
+  if (!sizes || !incoming || !saved) {
+    return std::nullopt;
   }
-  return true;
+  return rule.reads_gradient_first ? elementwise_strides(*sizes, *incoming, *saved)
+                                   : elementwise_strides(*sizes, *saved, *incoming);
 }
 
-// The mask speaks of elements in the memory order of the output.
-at::Tensor in_order_of(c10::SymIntArrayRef strides, const at::Tensor& grad) {
-  if (same_order(grad.sym_sizes(), strides, grad.sym_strides())) {
-    return grad;
-  }
-  return grad.new_empty_strided_symint(grad.sym_sizes(), strides).copy_(grad);
-}
-
-// grad times the slopes that `mask` tells: bits in the memory order of the dense `strides`, or a condition.
-at::Tensor scale(const at::Tensor& grad, const at::Tensor& mask, c10::SymIntArrayRef strides, Slopes slopes) {
+// grad times the slopes that `mask` tells: bits, or a condition.
+at::Tensor scale(const at::Tensor& grad, const at::Tensor& mask, const Rule& rule) {
   if (!grad.defined()) {
     return grad;
   }
   if (mask.scalar_type() == at::kBool) {
-    const auto linear = slopes.inside == 1 ? grad : grad * slopes.inside;
-    return slopes.outside == 0 ? at::where(mask, linear, 0) : at::where(mask, linear, grad * slopes.outside);
+    at::Tensor result = scaled(grad, mask, rule.slopes);
+    if (!is_traced()) {  // there PyTorch's op is composed of the same ops
+      const auto strides = pytorchs_strides(grad, rule);
+      if (strides && c10::asIntArrayRefSlowOpt(result.sym_strides()) != at::IntArrayRef(*strides)) {
+        return with_strides(result, *strides);
+      }
+    }
+    return result;
   }
-  return masked_scale(in_order_of(strides, grad), mask, slopes);
+  static const auto op = find<at::Tensor(
+      const at::Tensor&, const at::Tensor&, double, double, at::OptionalSymIntArrayRef, at::OptionalSymIntArrayRef)>(
+      "masked_scale");
+  const auto call = [&](at::OptionalSymIntArrayRef mask_strides, at::OptionalSymIntArrayRef strides) {
+    return op.call(grad, mask, rule.slopes.inside, rule.slopes.outside, mask_strides, strides);
+  };
+  if (grad.sym_strides() == c10::SymIntArrayRef(rule.mask_strides) && rule.saved_strides == rule.mask_strides) {
+    return call(std::nullopt, std::nullopt);  // one layout for all, and for the result
+  }
+  if (const auto strides = pytorchs_strides(grad, rule)) {
+    return call(c10::SymIntArrayRef(rule.mask_strides), c10::fromIntArrayRefSlow(*strides));
+  }
+  return call(c10::SymIntArrayRef(rule.mask_strides), std::nullopt);
 }
 
 // Written by hand because torch::autograd::Function costs a training step of a small tensor more than PyTorch's own op does
 // (23.2 against 22.4 us on a CPU, this 19.6).
 struct MaskedScaleBackward : Node {
-  // Of bits, `mask` has the memory order of `ordered`.
-  MaskedScaleBackward(const at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes)
-      : Node(torch::autograd::collect_next_edges(self)),
-        mask_(mask, /*is_output=*/false),
-        strides_(ordered.sym_strides()),
-        slopes_(slopes) {}
+  MaskedScaleBackward(const at::Tensor& self, const at::Tensor& mask, Rule rule)
+      : Node(torch::autograd::collect_next_edges(self)), mask_(mask, /*is_output=*/false), rule_(std::move(rule)) {}
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return {scale(grads[0], mask_.unpack(), strides_, slopes_)};
+    return {scale(grads[0], mask_.unpack(), rule_)};
   }
 
   void release_variables() override {
@@ -89,58 +95,67 @@ struct MaskedScaleBackward : Node {
     mask_.reset_data();
   }
 
-  std::string name() const override { return "MaskedScaleBackward"; }
+  std::string name() const override { return kNodeName; }
 
 #if FASTACT_COMPILED_AUTOGRAD
   // For compiled autograd: what the node depends on, and its backward as a function of that.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(mask_, /*is_output=*/false);
-    args.collect(c10::SymIntArrayRef(strides_));
-    args.collect(slopes_.inside);
-    args.collect(slopes_.outside);
+    args.collect(rule_.slopes.inside);
+    args.collect(rule_.slopes.outside);
+    args.collect(c10::SymIntArrayRef(rule_.mask_strides));
+    args.collect(c10::SymIntArrayRef(rule_.saved_strides));
+    args.collect(rule_.reads_gradient_first);
   }
 
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
     using namespace torch::dynamo::autograd;
+    using Strides = std::vector<c10::SymInt>;
+    const auto each_stride = [&](const auto& function) {
+      std::for_each(rule_.mask_strides.begin(), rule_.mask_strides.end(), function);
+      std::for_each(rule_.saved_strides.begin(), rule_.saved_strides.end(), function);
+    };
     saved.before(mask_);
-    for (auto& stride : strides_) {
-      saved.before(stride);
-    }
+    each_stride([&](c10::SymInt& stride) { saved.before(stride); });
     PackedArgs arguments;
     arguments.pack(mask_.unpack());
-    arguments.pack(std::vector<c10::SymInt>(strides_.begin(), strides_.end()));
-    arguments.pack(slopes_.inside);
-    arguments.pack(slopes_.outside);
+    arguments.pack(rule_.slopes.inside);
+    arguments.pack(rule_.slopes.outside);
+    arguments.pack(Strides(rule_.mask_strides.begin(), rule_.mask_strides.end()));
+    arguments.pack(Strides(rule_.saved_strides.begin(), rule_.saved_strides.end()));
+    arguments.pack(rule_.reads_gradient_first);
     const auto& compiler = getPyCompilerInterface();
+    const auto strides_type = IValuePacker<Strides>::packed_type();
     const auto function = compiler->bind_function(
         saved.get_py_compiler(), name(), apply_functional,
-        {at::TensorType::get(), IValuePacker<std::vector<c10::SymInt>>::packed_type(), at::FloatType::get(),
-         at::FloatType::get()},
+        {at::TensorType::get(), at::FloatType::get(), at::FloatType::get(), strides_type, strides_type, at::BoolType::get()},
         /*is_custom_function=*/true);  // or a second node would find the name taken
     variable_list result = compiler->call_function(
         saved.get_py_compiler(), "apply_functional", function, grads, arguments.vec(),
         IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges())));
     saved.after(mask_);
-    for (auto& stride : strides_) {
-      saved.after(stride);
-    }
+    each_stride([&](c10::SymInt& stride) { saved.after(stride); });
     return result;
   }
 
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
     torch::dynamo::autograd::PackedArgs arguments(saved);
     const auto mask = arguments.unpack<at::Tensor>();
-    const auto strides = arguments.unpack<std::vector<c10::SymInt>>();
-    const auto inside = arguments.unpack<double>();
-    const auto outside = arguments.unpack<double>();
-    return {scale(grads[0], mask, strides, {inside, outside})};
+    Rule rule;
+    rule.slopes.inside = arguments.unpack<double>();
+    rule.slopes.outside = arguments.unpack<double>();
+    for (auto* strides : {&rule.mask_strides, &rule.saved_strides}) {
+      const auto unpacked = arguments.unpack<std::vector<c10::SymInt>>();
+      strides->assign(unpacked.begin(), unpacked.end());
+    }
+    rule.reads_gradient_first = arguments.unpack<bool>();
+    return {scale(grads[0], mask, rule)};
   }
 #endif
 
  private:
   SavedVariable mask_;
-  c10::SymDimVector strides_;
-  Slopes slopes_;
+  Rule rule_;
 };
 
 // Autograd holds its nodes by c10::intrusive_ptr or, in older releases, by std::shared_ptr.
@@ -154,24 +169,37 @@ std::shared_ptr<AnyNode> adopt(AnyNode* node, const std::shared_ptr<AnyNode>*) {
 }
 using NodePointer = decltype(torch::autograd::Edge::function);
 
-NodePointer make_node(const at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes) {
-  Node* node = new MaskedScaleBackward(self, ordered, mask, slopes);
+NodePointer make_node(const at::Tensor& self, const at::Tensor& mask, Rule rule) {
+  Node* node = new MaskedScaleBackward(self, mask, std::move(rule));
   return adopt(node, static_cast<NodePointer*>(nullptr));
 }
 
+Rule make_rule(Derivative derivative, c10::SymIntArrayRef mask_strides, const at::Tensor& saved) {
+  const auto saved_strides = saved.sym_strides();
+  return {
+      derivative.slopes, c10::SymDimVector(mask_strides), c10::SymDimVector(saved_strides), derivative.reads_gradient_first};
+}
+
 }  // namespace
+
+const std::type_info& node_type() {
+  return typeid(MaskedScaleBackward);
+}
 
 bool needs_derivative(const at::Tensor& self) {
   return torch::autograd::compute_requires_grad(self) || self._fw_grad(/*level=*/0).defined();
 }
 
-void record(const at::Tensor& self, at::Tensor& output, const at::Tensor& mask, Slopes slopes) {
-  if (torch::autograd::compute_requires_grad(self)) {
-    torch::autograd::set_history(output, make_node(self, output, mask, slopes));
-  }
+void record(
+    const at::Tensor& self, at::Tensor& output, const at::Tensor& mask, c10::SymIntArrayRef mask_strides,
+    Derivative derivative) {
   const at::Tensor& tangent = self._fw_grad(/*level=*/0);
+  Rule rule = make_rule(derivative, mask_strides, derivative.saves == Saves::output ? output : self);
   if (tangent.defined()) {
-    output._set_fw_grad(scale(tangent, mask, output.sym_strides(), slopes), /*level=*/0, /*is_inplace_op=*/false);
+    output._set_fw_grad(scale(tangent, mask, rule), /*level=*/0, /*is_inplace_op=*/false);
+  }
+  if (torch::autograd::compute_requires_grad(self)) {
+    torch::autograd::set_history(output, make_node(self, mask, std::move(rule)));
   }
 }
 
@@ -179,10 +207,12 @@ void check_inplace(const at::Tensor& self) {
   torch::autograd::check_inplace(self, torch::autograd::compute_requires_grad(self));
 }
 
-void record_inplace(at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes) {
+void record_inplace(at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Derivative derivative) {
+  // A clone of the input, which PyTorch's op saves unless it saves the output, is as dense as `ordered`.
+  const Rule rule = make_rule(derivative, ordered.sym_strides(), derivative.saves == Saves::input ? ordered : self);
   // The node first: with the new version a view would take its edges anew, and not again once its base has this node.
   const bool requires_grad = torch::autograd::compute_requires_grad(self);
-  NodePointer node = requires_grad ? make_node(self, ordered, mask, slopes) : nullptr;
+  NodePointer node = requires_grad ? make_node(self, mask, rule) : nullptr;
   increment_version(self);
   if (requires_grad) {
     torch::autograd::rebase_history(self, std::move(node));
@@ -190,7 +220,7 @@ void record_inplace(at::Tensor& self, const at::Tensor& ordered, const at::Tenso
   const at::Tensor& tangent = self._fw_grad(/*level=*/0);
   if (tangent.defined()) {
     // Into the same memory, which the tangents of views share.
-    tangent.copy_(scale(tangent, mask, ordered.sym_strides(), slopes));
+    tangent.copy_(scale(tangent, mask, rule));
   }
 }
 

@@ -3,23 +3,38 @@
 
 #include <ATen/ATen.h>
 
+#include <typeinfo>
+
 #include "../activations.h"
 
 namespace fastact {
 
+// A member's derivative, and what PyTorch's own does that shows in a gradient's strides.
+struct Derivative {
+  Slopes slopes;
+  Saves saves;
+  bool reads_gradient_first;
+};
+
 // Whether anybody wants a derivative with respect to `self`, in reverse or in forward mode.
 bool needs_derivative(const at::Tensor& self);
 
-// Makes `output`, of which `mask` tells what was inside, a differentiable function of `self`. The mask is of bits, or of bool.
-void record(const at::Tensor& self, at::Tensor& output, const at::Tensor& mask, Slopes slopes);
+// Makes `output`, of which `mask` tells what was inside, a differentiable function of `self`. The mask is of bool, or of bits in the
+// memory order of the dense `mask_strides`.
+void record(
+    const at::Tensor& self, at::Tensor& output, const at::Tensor& mask, c10::SymIntArrayRef mask_strides, Derivative derivative);
 
 // Raises where autograd forbids that `self` is written to.
 void check_inplace(const at::Tensor& self);
 
 // As record, for `self` that was written to itself; `mask` has the memory order of `ordered`.
-void record_inplace(at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Slopes slopes);
+void record_inplace(at::Tensor& self, const at::Tensor& ordered, const at::Tensor& mask, Derivative derivative);
 
 // All there is to record of a write to `self` where nobody wants a derivative.
 void increment_version(at::Tensor& self);
+
+// The class of the graph's nodes that the two make, and its name.
+const std::type_info& node_type();
+constexpr const char* kNodeName = "MaskedScaleBackward";
 
 }  // namespace fastact

@@ -6,9 +6,12 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 
+#include <algorithm>
+#include <numeric>
 #include <type_traits>
 
 #include "../activations.h"
+#include "../mask.h"
 #include "family.h"
 
 namespace fastact {
@@ -28,8 +31,7 @@ inline at::Tensor in_opmath(const at::Tensor& self) {
 
 // Whether PyTorch doesn't have the op, or in torch 2.11 no way to shard it.
 template <class Op>
-constexpr bool is_composed = std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>> || std::is_same_v<Op, HardshrinkOp> ||
-                             std::is_same_v<Op, ThresholdOp>;
+constexpr bool is_composed = !pytorch_has<Op> || std::is_same_v<Op, HardshrinkOp> || std::is_same_v<Op, ThresholdOp>;
 
 // The value as ATen ops.
 template <class Op, class... Parameters>
@@ -64,6 +66,31 @@ at::Tensor inside(const at::Tensor& self, Parameters... parameters) {
         return f.inside(alike ? self : in_opmath(self));
       },
       parameters...);
+}
+
+// The same of a mask's bits, which lie in the memory order of the dense `strides`.
+inline at::Tensor unpacked(const at::Tensor& mask, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  const at::Tensor bit = at::arange(kMaskBits, mask.options());
+  const at::Tensor bits = mask.unsqueeze(1).bitwise_right_shift(bit).bitwise_and(1).to(at::kBool);
+  return bits.as_strided_symint(sizes, strides);
+}
+
+// grad times one of two slopes.
+inline at::Tensor scaled(const at::Tensor& grad, const at::Tensor& is_inside, Slopes slopes) {
+  const auto linear = slopes.inside == 1 ? grad : grad * slopes.inside;
+  return slopes.outside == 0 ? at::where(is_inside, linear, 0) : at::where(is_inside, linear, grad * slopes.outside);
+}
+
+// The same values with other dense strides.
+inline at::Tensor with_strides(const at::Tensor& self, at::IntArrayRef strides) {
+  std::vector<int64_t> outer_to_inner(strides.size()), back(strides.size());
+  std::iota(outer_to_inner.begin(), outer_to_inner.end(), 0);
+  std::stable_sort(
+      outer_to_inner.begin(), outer_to_inner.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  for (size_t dim = 0; dim < back.size(); ++dim) {
+    back[outer_to_inner[dim]] = static_cast<int64_t>(dim);
+  }
+  return self.permute(outer_to_inner).clone(at::MemoryFormat::Contiguous).permute(back);
 }
 
 }  // namespace fastact

@@ -24,6 +24,9 @@ constexpr std::nullptr_t none = nullptr;
   };
 #include "../family.def"
 
+template <class Op>
+constexpr bool pytorch_has = !std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>>;
+
 // Use<Op, double...> with as many doubles as the activation's struct is made from.
 template <template <class...> class Use, class Op, class Activation = typename Op::template Activation<double>>
 using WithParameters = std::conditional_t<

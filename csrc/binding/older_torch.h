@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <vector>
 
@@ -34,6 +35,18 @@ inline bool is_jagged(const at::Tensor& tensor) {
   return tensor.layout() == at::Layout::Jagged;
 #else
   return false;
+#endif
+}
+
+// Whether what is called is written down and not computed: by torch.compile, torch.export or compiled autograd, or on fake tensors.
+inline bool is_traced() {
+  using c10::impl::TorchDispatchModeTLS;
+#if FASTACT_TORCH_VERSION >= 201
+  using Key = c10::impl::TorchDispatchModeKey;
+  return TorchDispatchModeTLS::get_mode(Key::FAKE).has_value() || TorchDispatchModeTLS::get_mode(Key::PROXY).has_value() ||
+         TorchDispatchModeTLS::get_mode(Key::FUNCTIONAL).has_value();
+#else
+  return TorchDispatchModeTLS::stack_len() > 0;
 #endif
 }
 

@@ -1,5 +1,7 @@
 // The ops of the namespace `fastact`: schemas, and which body serves which dispatch key.
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/LegacyVmapTransforms.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
@@ -21,6 +23,7 @@ namespace {
 using at::Tensor;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
+using at::OptionalSymIntArrayRef;
 using OutputAndMask = std::tuple<Tensor, Tensor>;
 
 // Whether the kernels may read the tensor's memory as its strides say: nothing traces it, wraps it or lies between it and its
@@ -63,7 +66,10 @@ auto below_autograd(DispatchKeySet keys, const Kernel& kernel, const Redispatch&
 // What the dispatcher calls for one member of the family; `Parameters` are as many doubles as its struct is made from.
 template <class Op, class... Parameters>
 struct Kernels {
-  static Slopes slopes(Parameters... parameters) { return typename Op::template Activation<double>(parameters...).slopes(); }
+  static Derivative derivative(Parameters... parameters) {
+    using Activation = typename Op::template Activation<double>;
+    return {Activation(parameters...).slopes(), Activation::saves, Activation::reads_gradient_first};
+  }
 
   // Whether PyTorch's op is the whole answer, its derivative included.
   static bool is_pytorchs(const Tensor& self, Parameters... parameters) {
@@ -89,7 +95,7 @@ struct Kernels {
       const Tensor output = composite(self, parameters...);
       return std::make_tuple(output, inside<Op>(by_output ? output : self, parameters...));
     }();
-    record(self, output, mask, slopes(parameters...));
+    record(self, output, mask, output.sym_strides(), derivative(parameters...));
     return output;
   }
 
@@ -168,7 +174,7 @@ struct Kernels {
             self.copy_(std::get<0>(result));
             return result;
           });
-      record_inplace(self, ordered, mask, slopes(parameters...));
+      record_inplace(self, ordered, mask, derivative(parameters...));
     } else {
       below_autograd(
           keys, [&](auto backend) { fastact::packed_inplace<Op, decltype(backend)>(self, parameters...); },
@@ -193,7 +199,8 @@ struct Kernels {
     auto result = below_autograd(
         keys, [&](auto backend) { return fastact::packed_with_mask<Op, decltype(backend)>(self, parameters...); },
         [&](DispatchKeySet below) { return redispatch_with_mask(below, self, parameters...); });
-    record(self, std::get<0>(result), std::get<1>(result), slopes(parameters...));
+    auto& [output, mask] = result;
+    record(self, output, mask, output.sym_strides(), derivative(parameters...));
     return result;
   }
 
@@ -210,24 +217,61 @@ struct Kernels {
 };
 
 template <class Backend>
-Tensor masked_scale(const Tensor& grad, const Tensor& mask, double inside, double outside) {
-  check_mask(grad, mask);
-  return packed_masked_scale<Backend>(grad, mask, inside, outside);
+Tensor masked_scale(
+    const Tensor& grad, const Tensor& mask, double inside, double outside, OptionalSymIntArrayRef mask_strides,
+    OptionalSymIntArrayRef strides) {
+  check_mask(grad, mask, mask_strides, strides);
+  const auto numbers = [](OptionalSymIntArrayRef symbols) {
+    return symbols ? at::OptionalIntArrayRef(C10_AS_INTARRAYREF_SLOW(*symbols)) : std::nullopt;
+  };
+  return packed_masked_scale<Backend>(grad, mask, inside, outside, numbers(mask_strides), numbers(strides));
 }
 
-Tensor meta_masked_scale(const Tensor& grad, const Tensor& mask, double, double) {
-  check_mask(grad, mask);
-  return at::empty_like(grad, grad.options(), elementwise_format(grad));
+Tensor meta_masked_scale(
+    const Tensor& grad, const Tensor& mask, double, double, OptionalSymIntArrayRef mask_strides,
+    OptionalSymIntArrayRef strides) {
+  check_mask(grad, mask, mask_strides, strides);
+  return strides ? grad.new_empty_strided_symint(grad.sym_sizes(), *strides)
+                 : at::empty_like(grad, grad.options(), elementwise_format(grad));
 }
 
-Tensor autograd_masked_scale(DispatchKeySet keys, const Tensor& grad, const Tensor& mask, double inside, double outside) {
+// The strides in whose memory order a mask lies.
+c10::SymDimVector order_of(const Tensor& grad, OptionalSymIntArrayRef mask_strides, OptionalSymIntArrayRef strides) {
+  const auto dense = at::infer_dense_strides(grad.sizes(), grad.strides());
+  return c10::SymDimVector(mask_strides ? *mask_strides : strides ? *strides : c10::fromIntArrayRefSlow(dense));
+}
+
+// For vmap, which knows how to batch ATen's ops.
+Tensor composite_masked_scale(
+    const Tensor& grad, const Tensor& mask, double inside, double outside, OptionalSymIntArrayRef mask_strides,
+    OptionalSymIntArrayRef strides) {
+  check_mask(grad, mask, mask_strides, strides);
+  const Tensor is_inside = unpacked(mask, grad.sym_sizes(), order_of(grad, mask_strides, strides));
+  const Tensor output = scaled(grad, is_inside, {inside, outside});
+  return strides ? with_strides(output, C10_AS_INTARRAYREF_SLOW(*strides)) : output;
+}
+
+// For is_grads_batched, whose batched tensors know fewer of ATen's ops: of the tensor behind them, with the batch in front.
+Tensor batched_masked_scale(
+    const Tensor& grad, const Tensor& mask, double inside, double outside, OptionalSymIntArrayRef mask_strides,
+    OptionalSymIntArrayRef strides) {
+  const at::VmapPhysicalView batch = at::MultiBatchVmapTransform::logicalToPhysical(grad);
+  const Tensor is_inside = unpacked(mask, grad.sym_sizes(), order_of(grad, mask_strides, strides));
+  return batch.getPhysicalToLogicalMap().apply(scaled(batch.tensor(), is_inside, {inside, outside}));
+}
+
+Tensor autograd_masked_scale(
+    DispatchKeySet keys, const Tensor& grad, const Tensor& mask, double inside, double outside,
+    OptionalSymIntArrayRef mask_strides, OptionalSymIntArrayRef strides) {
   Tensor output = below_autograd(
-      keys, [&](auto backend) { return masked_scale<decltype(backend)>(grad, mask, inside, outside); },
+      keys, [&](auto backend) { return masked_scale<decltype(backend)>(grad, mask, inside, outside, mask_strides, strides); },
       [&](DispatchKeySet below) {
-        static const auto op = find<Tensor(const Tensor&, const Tensor&, double, double)>("masked_scale");
-        return op.redispatch(below, grad, mask, inside, outside);
+        static const auto op = find<Tensor(
+            const Tensor&, const Tensor&, double, double, OptionalSymIntArrayRef, OptionalSymIntArrayRef)>("masked_scale");
+        return op.redispatch(below, grad, mask, inside, outside, mask_strides, strides);
       });
-  record(grad, output, mask, {inside, outside});
+  const Derivative derivative = {{inside, outside}, Saves::output, /*reads_gradient_first=*/true};
+  record(grad, output, mask, mask_strides ? *mask_strides : output.sym_strides(), derivative);
   return output;
 }
 
@@ -285,7 +329,9 @@ void define(torch::Library& library) {
 TORCH_LIBRARY(fastact, library) {
 #define ACTIVATION(op, overload, F, parameters, pytorch) define<F##Op>(library);
 #include "../family.def"
-  library.def("masked_scale(Tensor grad, Tensor mask, float inside, float outside) -> Tensor");
+  library.def(
+      "masked_scale(Tensor grad, Tensor mask, float inside, float outside, *, SymInt[]? mask_strides=None, "
+      "SymInt[]? strides=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(fastact, CPU, library) {
@@ -304,6 +350,14 @@ TORCH_LIBRARY_IMPL(fastact, Meta, library) {
 
 TORCH_LIBRARY_IMPL(fastact, Autograd, library) {
   library.impl("masked_scale", TORCH_FN(autograd_masked_scale));
+}
+
+TORCH_LIBRARY_IMPL(fastact, FuncTorchBatched, library) {
+  library.impl("masked_scale", TORCH_FN(composite_masked_scale));
+}
+
+TORCH_LIBRARY_IMPL(fastact, Batched, library) {
+  library.impl("masked_scale", TORCH_FN(batched_masked_scale));
 }
 
 }  // namespace fastact

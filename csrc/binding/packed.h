@@ -37,9 +37,13 @@ struct Cpu {
       return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type(), /*pin_memory=*/false, format));
     }
     if (like.is_non_overlapping_and_dense()) {
-      return at::Tensor(at::detail::empty_strided_cpu(like.sizes(), like.strides(), like.scalar_type()));
+      return empty_strided(like, like.strides());
     }
     return at::empty_like(like);
+  }
+
+  static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
+    return at::Tensor(at::detail::empty_strided_cpu(like.sizes(), strides, like.scalar_type()));
   }
 
   static at::Tensor empty_mask(const at::Tensor& like) {
@@ -60,11 +64,14 @@ struct Cpu {
     parallel(n, [=](int64_t begin, int64_t end) { cpu::forward<F, scalar_t>(f, x, rows, y, mask, begin, end); });
   }
 
-  template <class scalar_t, class T>
+  // `Where` is Rows or Walk.
+  template <class scalar_t, class Where, class T>
   static void masked_scale(
-      const at::Tensor&, const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, T inside, T outside, int64_t n) {
-    parallel(
-        n, [=](int64_t begin, int64_t end) { cpu::masked_scale<scalar_t>(grad, rows, mask, y, inside, outside, begin, end); });
+      const at::Tensor&, const scalar_t* grad, const Where& where, const uint8_t* mask, scalar_t* y, T inside, T outside,
+      int64_t n) {
+    parallel(n, [&](int64_t begin, int64_t end) {
+      cpu::masked_scale<scalar_t>(grad, where, mask, y, inside, outside, begin, end);
+    });
   }
 };
 
@@ -78,9 +85,13 @@ struct Cuda {
       return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), like.device(), format));
     }
     if (like.is_non_overlapping_and_dense()) {
-      return at::Tensor(at::detail::empty_strided_cuda(like.sizes(), like.strides(), like.scalar_type(), like.device()));
+      return empty_strided(like, like.strides());
     }
     return at::empty_like(like);
+  }
+
+  static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
+    return at::Tensor(at::detail::empty_strided_cuda(like.sizes(), strides, like.scalar_type(), like.device()));
   }
 
   static at::Tensor empty_mask(const at::Tensor& like) {
@@ -93,12 +104,12 @@ struct Cuda {
     check_launch(cuda::forward<F, scalar_t>(f, x, rows, y, mask, n, c10::cuda::getCurrentCUDAStream()));
   }
 
-  template <class scalar_t, class T>
+  template <class scalar_t, class Where, class T>
   static void masked_scale(
-      const at::Tensor& output, const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, T inside, T outside,
+      const at::Tensor& output, const scalar_t* grad, const Where& where, const uint8_t* mask, scalar_t* y, T inside, T outside,
       int64_t n) {
     const c10::cuda::CUDAGuard guard(output.device());
-    check_launch(cuda::masked_scale<scalar_t>(grad, rows, mask, y, inside, outside, n, c10::cuda::getCurrentCUDAStream()));
+    check_launch(cuda::masked_scale<scalar_t>(grad, where, mask, y, inside, outside, n, c10::cuda::getCurrentCUDAStream()));
   }
 
  private:
@@ -170,20 +181,32 @@ std::tuple<at::Tensor, at::Tensor> packed_inplace_with_mask(const at::Tensor& se
   return result;
 }
 
+// Without strides the output has those of an elementwise op on `grad`, and the mask the output's memory order.
 template <class Backend>
-at::Tensor packed_masked_scale(const at::Tensor& grad, const at::Tensor& mask, double inside, double outside) {
-  at::Tensor output = Backend::empty(grad, elementwise_format(grad));
+at::Tensor packed_masked_scale(
+    const at::Tensor& grad, const at::Tensor& mask, double inside, double outside, at::OptionalIntArrayRef mask_strides,
+    at::OptionalIntArrayRef strides) {
+  at::Tensor output = strides ? Backend::empty_strided(grad, *strides) : Backend::empty(grad, elementwise_format(grad));
   if (output.numel() == 0) {
     return output;
   }
-  const auto [source, rows] = source_of(grad, output);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, output.scalar_type(), "masked_scale", [&, &source = source, &rows = rows] {
-        using T = opmath_t<scalar_t>;
-        Backend::masked_scale(
-            output, const_data<scalar_t>(source), rows, const_data<uint8_t>(mask), mutable_data<scalar_t>(output),
-            static_cast<T>(inside), static_cast<T>(outside), output.numel());
-      });
+  const auto run = [&](const auto& where) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, output.scalar_type(), "masked_scale", [&] {
+      using T = opmath_t<scalar_t>;
+      Backend::masked_scale(
+          output, const_data<scalar_t>(grad), where, const_data<uint8_t>(mask), mutable_data<scalar_t>(output),
+          static_cast<T>(inside), static_cast<T>(outside), output.numel());
+    });
+  };
+  const at::IntArrayRef order = mask_strides ? *mask_strides : output.strides();
+  const bool in_order = !mask_strides || agree(output.sizes(), order, output.strides());
+  if (in_order && agree(output.sizes(), grad.strides(), output.strides())) {
+    run(Rows{output.numel(), output.numel()});
+  } else if (const auto rows = in_order ? rows_of(grad, output) : std::nullopt) {
+    run(*rows);
+  } else {
+    run(walk_of(grad, order, output));
+  }
   return output;
 }
 

@@ -1,13 +1,14 @@
-// Which strides an output has, and how a kernel that walks the output's memory in order finds the input's elements.
+// Which strides an output and a gradient have, and how a kernel that walks them in memory order finds what it reads.
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/TensorIterator.h>
 
 #include <algorithm>
 #include <numeric>
 #include <optional>
 #include <tuple>
-#include <type_traits>
 
 #include "../kernels.h"
 
@@ -20,26 +21,67 @@ inline at::MemoryFormat elementwise_format(const at::Tensor& self) {
                                                               : at::MemoryFormat::Preserve;
 }
 
-// PyTorch's hardtanh, and with it relu6, allocates with empty_like, which differs from TensorIterator in the strides of
-// dimensions of size 1.
 template <class Op>
 at::MemoryFormat output_format(const at::Tensor& self) {
   using Activation = typename Op::template Activation<double>;
-  return std::is_base_of_v<Hardtanh<double, Device::cpu>, Activation> ? at::MemoryFormat::Preserve : elementwise_format(self);
+  return Activation::allocates_alike ? at::MemoryFormat::Preserve : elementwise_format(self);
+}
+
+// What TensorIterator makes of two operands of one shape, which is what PyTorch's backward returns.
+inline at::DimVector elementwise_strides(at::IntArrayRef sizes, at::IntArrayRef first, at::IntArrayRef second) {
+  const auto like = [&](at::IntArrayRef strides) { return at::detail::empty_strided_meta(sizes, strides, at::kByte); };
+  return at::DimVector(at::TensorIteratorConfig()
+                           .add_owned_output(at::TensorBase())
+                           .add_owned_input(like(first))
+                           .add_owned_input(like(second))
+                           .build()
+                           .output()
+                           .strides());
+}
+
+// Whether two strides mean the same elements; of a dimension of size 1 they may say what they like.
+inline bool agree(at::IntArrayRef sizes, at::IntArrayRef strides, at::IntArrayRef others) {
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] != 1 && strides[dim] != others[dim]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The dimensions of a tensor that isn't empty, but for those of size 1, from the innermost of the strides outwards.
+inline at::DimVector inner_to_outer(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  at::DimVector dims;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] != 1) {
+      dims.push_back(static_cast<int64_t>(dim));
+    }
+  }
+  std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
+  return dims;
+}
+
+// Whether a tensor with these strides fills its memory, each element in a place of its own.
+inline bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
+    return true;
+  }
+  int64_t next = 1;
+  for (const int64_t dim : inner_to_outer(sizes, strides)) {
+    if (strides[dim] != next) {
+      return false;
+    }
+    next *= sizes[dim];
+  }
+  return true;
 }
 
 // The input's elements in the memory order of `output`, if they lie in rows: the dimensions that are inner in the output's
 // memory are dense in the input, and the outer ones step evenly over them. So lie x[:, :d] and x.chunk(2, dim).
 inline std::optional<Rows> rows_of(const at::Tensor& input, const at::Tensor& output) {
-  at::DimVector dims(input.dim());
-  std::iota(dims.begin(), dims.end(), 0);
-  std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return output.stride(a) < output.stride(b); });
   int64_t length = 1, pitch = 0, next = 0;  // `next`: where the next dimension must continue, once there is a pitch
-  for (const int64_t dim : dims) {
+  for (const int64_t dim : inner_to_outer(output.sizes(), output.strides())) {
     const int64_t size = input.size(dim), stride = input.stride(dim);
-    if (size == 1) {
-      continue;
-    }
     if (pitch == 0 && stride == length) {
       length *= size;
     } else if (pitch == 0 ? stride > length && length > 1 : stride == next) {
@@ -49,7 +91,7 @@ inline std::optional<Rows> rows_of(const at::Tensor& input, const at::Tensor& ou
       return std::nullopt;
     }
   }
-  return Rows{length, pitch};
+  return Rows{length, pitch == 0 ? length : pitch};
 }
 
 // The tensor to read and the rows its elements lie in: the input itself where it is dense or in rows, else the output, which
@@ -63,6 +105,27 @@ inline std::tuple<at::Tensor, Rows> source_of(const at::Tensor& input, const at:
     return {input, *rows};
   }
   return {output.copy_(input), dense};
+}
+
+// How a kernel that writes `output`, which isn't empty, finds the elements of `grad` and the bits of a mask with these strides.
+inline Walk walk_of(const at::Tensor& grad, at::IntArrayRef mask_strides, const at::Tensor& output) {
+  Walk walk;
+  walk.dims = 0;
+  for (const int64_t dim : inner_to_outer(output.sizes(), output.strides())) {
+    const int64_t size = grad.size(dim), grad_stride = grad.stride(dim), mask_stride = mask_strides[dim];
+    const int inner = walk.dims - 1;
+    if (walk.dims > 0 && grad_stride == walk.grad[inner] * walk.size[inner] &&
+        mask_stride == walk.mask[inner] * walk.size[inner]) {
+      walk.size[inner] *= size;
+      continue;
+    }
+    TORCH_INTERNAL_ASSERT(walk.dims < Walk::kMaxDims);
+    walk.size[walk.dims] = size;
+    walk.grad[walk.dims] = grad_stride;
+    walk.mask[walk.dims] = mask_stride;
+    ++walk.dims;
+  }
+  return walk;
 }
 
 }  // namespace fastact

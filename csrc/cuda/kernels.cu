@@ -69,31 +69,85 @@ __device__ Vector<scalar_t> load_across(const scalar_t* from, int shift) {
   return *reinterpret_cast<const Vector<scalar_t>*>(&vector);
 }
 
-// Splits an index into row and column. A division by a number that is known only at run time takes about as long as all the
-// rest of a kernel; multiplying by its reciprocal, rounded up, gives the same quotient for every 31-bit index.
-class RowIndex {
+// Divides indices below n. A division by a number that is known only at run time takes about as long as all the rest of a kernel;
+// multiplying by its reciprocal, rounded up, gives the same quotient for every 31-bit index.
+class Divisor {
  public:
-  RowIndex(Rows rows, int64_t n) : rows_(rows), small_(!rows.dense() && n <= INT32_MAX && rows.length > 1) {
-    while (small_ && (int64_t{1} << shift_) < rows.length) {
+  Divisor() = default;
+  Divisor(int64_t divisor, int64_t n) : divisor_(divisor), small_(n <= INT32_MAX && divisor > 1) {
+    while (small_ && (int64_t{1} << shift_) < divisor) {
       ++shift_;
     }
-    reciprocal_ = small_ ? static_cast<uint32_t>(((uint64_t{1} << (31 + shift_)) + rows.length - 1) / rows.length) : 0;
+    reciprocal_ = small_ ? static_cast<uint32_t>(((uint64_t{1} << (31 + shift_)) + divisor - 1) / divisor) : 0;
   }
+
+  // Leaves the remainder in `i`.
+  __device__ int64_t divide(int64_t* i) const {
+    const int64_t quotient =
+        small_ ? static_cast<int64_t>((static_cast<uint64_t>(*i) * reciprocal_) >> (31 + shift_)) : *i / divisor_;
+    *i -= quotient * divisor_;
+    return quotient;
+  }
+
+ private:
+  int64_t divisor_;
+  uint32_t reciprocal_;
+  int shift_ = 0;
+  bool small_;
+};
+
+// Splits an index into row and column.
+class RowIndex {
+ public:
+  RowIndex(Rows rows, int64_t n) : rows_(rows), length_(rows.length, rows.dense() ? 0 : n) {}
 
   // The offset of element i, and how many elements follow it in its row, itself included.
   __device__ int64_t offset(int64_t i, int64_t* rest) const {
-    const int64_t row =
-        small_ ? static_cast<int64_t>((static_cast<uint64_t>(i) * reciprocal_) >> (31 + shift_)) : i / rows_.length;
-    const int64_t column = i - row * rows_.length;
-    *rest = rows_.length - column;
-    return row * rows_.pitch + column;
+    const int64_t row = length_.divide(&i);
+    *rest = rows_.length - i;
+    return row * rows_.pitch + i;
   }
 
  private:
   Rows rows_;
-  uint32_t reciprocal_;
-  int shift_ = 0;
-  bool small_;
+  Divisor length_;
+};
+
+// Finds the elements of a walk: from any one on, step by step.
+class WalkIndex {
+ public:
+  WalkIndex(const Walk& walk, int64_t n) : walk_(walk) {
+    for (int dim = 0; dim < walk.dims; ++dim) {
+      size_[dim] = Divisor(walk.size[dim], n);
+    }
+  }
+
+  // The offset of element i in the gradient, its bit in the mask, and how many elements follow it in the innermost dimension,
+  // itself included.
+  __device__ void find(int64_t i, int64_t* offset, int64_t* bit, int64_t* rest) const {
+    *offset = *bit = 0;
+    for (int dim = 0; dim < walk_.dims; ++dim) {
+      const int64_t outer = size_[dim].divide(&i);
+      *offset += i * walk_.grad[dim];
+      *bit += i * walk_.mask[dim];
+      *rest = dim == 0 ? walk_.size[0] - i : *rest;
+      i = outer;
+    }
+  }
+
+  // The same for the element that follows.
+  __device__ void next(int64_t following, int64_t* offset, int64_t* bit, int64_t* rest) const {
+    if (--*rest > 0) {
+      *offset += walk_.grad[0];
+      *bit += walk_.mask[0];
+    } else {
+      find(following, offset, bit, rest);
+    }
+  }
+
+ private:
+  Walk walk_;
+  Divisor size_[Walk::kMaxDims];
 };
 
 // Where in the input element i of the output comes from.
@@ -241,6 +295,39 @@ __global__ void __launch_bounds__(kThreads<scalar_t>) masked_scale_kernel(
   }
 }
 
+// Reads element by element, wherever they are, and stores a vector a thread. What neighbouring threads read lies together in one of
+// the gradient, the mask and the output; caches serve the rest.
+template <class scalar_t>
+__global__ void __launch_bounds__(kThreads<scalar_t>) masked_scale_walk_kernel(
+    const scalar_t* grad, const __grid_constant__ WalkIndex walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
+    opmath_t<scalar_t> outside, int64_t n) {
+  constexpr int size = Vector<scalar_t>::size;
+  const int64_t first = first_element<scalar_t>();
+  if (first >= n) {
+    return;
+  }
+  int64_t offset, bit, rest;
+  walk.find(first, &offset, &bit, &rest);
+  Vector<scalar_t> vector;
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    if (first + i < n) {
+      vector.element[i] = masked<false>(grad[offset], (mask[bit / kMaskBits] >> (bit % kMaskBits)) & 1, inside, outside);
+      walk.next(first + i + 1, &offset, &bit, &rest);
+    }
+  }
+  if (first + size <= n) {
+    store<Access::aligned>(y + first, vector);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    if (first + i < n) {
+      y[first + i] = vector.element[i];
+    }
+  }
+}
+
 template <auto value>
 using Constant = std::integral_constant<decltype(value), value>;
 
@@ -295,6 +382,15 @@ cudaError_t masked_scale(
   return cudaGetLastError();
 }
 
+template <class scalar_t>
+cudaError_t masked_scale(
+    const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
+    opmath_t<scalar_t> outside, int64_t n, cudaStream_t stream) {
+  masked_scale_walk_kernel<<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(
+      grad, WalkIndex(walk, n), mask, y, inside, outside, n);
+  return cudaGetLastError();
+}
+
 #define INSTANTIATE_FORWARD(F, scalar_t)                             \
   template cudaError_t forward<F<scalar_t, Device::cuda>, scalar_t>( \
       F<scalar_t, Device::cuda>, const scalar_t*, Rows, scalar_t*, uint8_t*, int64_t, cudaStream_t);
@@ -305,9 +401,11 @@ cudaError_t masked_scale(
   INSTANTIATE_FORWARD(F, c10::BFloat16)
 #include "../family.def"
 
-#define INSTANTIATE_MASKED_SCALE(scalar_t)     \
-  template cudaError_t masked_scale<scalar_t>( \
-      const scalar_t*, Rows, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, cudaStream_t);
+#define INSTANTIATE_MASKED_SCALE(scalar_t)                                                                              \
+  template cudaError_t masked_scale<scalar_t>(                                                                          \
+      const scalar_t*, Rows, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, cudaStream_t); \
+  template cudaError_t masked_scale<scalar_t>(                                                                          \
+      const scalar_t*, const Walk&, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, cudaStream_t);
 INSTANTIATE_MASKED_SCALE(double)
 INSTANTIATE_MASKED_SCALE(float)
 INSTANTIATE_MASKED_SCALE(c10::Half)
