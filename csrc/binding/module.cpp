@@ -3,6 +3,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/python_numbers.h>
 
@@ -11,6 +12,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "autograd.h"
 #include "family.h"
 #include "find.h"
 
@@ -62,7 +64,10 @@ struct Functions {
       TORCH_CHECK_TYPE(count == expected, function_name<Op, inplace>(), ": expected ", expected, " arguments, got ", count);
       static const std::string name = std::string(Op::name) + (inplace ? "_" : "");
       if (!THPVariable_CheckExact(arguments[0]) || at::impl::torch_function_mode_enabled()) {
-        // A subclass's or a mode's __torch_function__ must see the op; what is no tensor at all gets torch.ops' own error.
+        TORCH_CHECK_TYPE(
+            THPVariable_Check(arguments[0]) || PyObject_HasAttrString(arguments[0], "__torch_function__"),
+            function_name<Op, inplace>(), ": expected a tensor, got ", Py_TYPE(arguments[0])->tp_name);
+        // A subclass's or a mode's __torch_function__ must see the op.
         const py::object packet = py::module_::import("torch").attr("ops").attr("fastact").attr(name.c_str());
         const py::object op = packet.attr(Op::overload[0] == '\0' ? "default" : Op::overload);
         return PyObject_Vectorcall(op.ptr(), arguments, count, nullptr);
@@ -101,6 +106,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) {
     throw py::error_already_set();
   }
+
+  // Or Python would show a node as a CppFunction.
+  static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  torch::autograd::registerCppFunction(
+      node_type(), torch::autograd::_initFunctionPyTypeObject(node_class, kNodeName, nullptr, nullptr));
 
 #if defined(__clang__)
   module.attr("compiler") = "clang " __clang_version__;

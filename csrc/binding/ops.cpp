@@ -63,6 +63,10 @@ auto below_autograd(DispatchKeySet keys, const Kernel& kernel, const Redispatch&
   }
 }
 
+// How PyTorch's own ops take a parameter.
+template <class Parameter>
+using ScalarFor = const at::Scalar&;
+
 // What the dispatcher calls for one member of the family; `Parameters` are as many doubles as its struct is made from.
 template <class Op, class... Parameters>
 struct Kernels {
@@ -109,6 +113,26 @@ struct Kernels {
       self.detach_();
     }
     return self.copy_(output);
+  }
+
+  // For TorchScript, which records PyTorch's ops: what it saves is to run where this library isn't.
+  static Tensor traced(const Tensor& self, Parameters... parameters) {
+    if constexpr (pytorch_has<Op>) {
+      return pytorch<Op>(self, parameters...);
+    } else {
+      return autograd_composite(self, parameters...);
+    }
+  }
+
+  static Tensor& traced_inplace(Tensor& self, Parameters... parameters) {
+    if constexpr (pytorch_has<Op>) {
+      static const std::optional<c10::OperatorHandle> pytorchs =
+          c10::Dispatcher::singleton().findSchema({std::string("aten::") + Op::name + "_", ""});
+      if (pytorchs) {
+        return pytorchs->typed<Tensor&(Tensor&, ScalarFor<Parameters>...)>().call(self, at::Scalar(parameters)...);
+      }
+    }
+    return self.copy_(traced(self, parameters...));
   }
 
   template <class Backend>
@@ -302,6 +326,7 @@ void define(torch::Library& library) {
   // The dispatcher prefers it to Autograd's on backends without a kernel here: meta, jagged tensors.
   implement(name, DispatchKey::CompositeImplicitAutograd, &K::autograd_composite);
   implement(name, DispatchKey::FuncTorchBatched, &K::composite);
+  implement(name, DispatchKey::Tracer, &K::traced);
 
   const std::string inplace = std::string(Op::name) + "_" + overload;
   library.def((inplace + "(Tensor(a!) self" + parameters + ") -> Tensor(a!)").c_str());
@@ -310,6 +335,7 @@ void define(torch::Library& library) {
   implement(inplace, DispatchKey::Autograd, &K::autograd_inplace);
   implement(inplace, DispatchKey::CompositeImplicitAutograd, &K::composite_inplace);
   implement(inplace, DispatchKey::FuncTorchBatched, &K::composite_inplace);
+  implement(inplace, DispatchKey::Tracer, &K::traced_inplace);
 
   const std::string with_mask = std::string(Op::name) + "_with_mask" + overload;
   const std::string required = without_defaults(parameters);
