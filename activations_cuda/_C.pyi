@@ -6,5 +6,6 @@ from torch import Tensor
 
 compiler: str
 cuda_toolkit: str | None
+saves: dict[str, str]
 
 def __getattr__(name: str) -> Callable[..., Tensor]: ...

@@ -1,102 +1,141 @@
 """Puts the family in the place of PyTorch's own activations: in a model's modules, or in the functions that it calls."""
 
-import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from inspect import signature
+from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from activations_cuda import functional, modules
+from activations_cuda import _C
+from activations_cuda.replacements import FUNCTIONS, OURS, functions, original_of, replacement_for
+from activations_cuda.survey import Survey, log, summary
 
 __all__ = ["ConvertMode", "convert", "converted", "revert"]
 
-OURS = {getattr(nn, name): getattr(modules, name) for name in modules.__all__}
-PYTORCHS = {ours: pytorchs for pytorchs, ours in OURS.items()}
-
-# All but ReLU: PyTorch's keeps its output for backward, which the next layer mostly keeps too. There one bit per element is not
-# in the place of an activation but on top of one.
-BY_DEFAULT = tuple(pytorchs for pytorchs in OURS if pytorchs is not nn.ReLU)
-
-log = logging.getLogger(__name__)
+# PyTorch's ReLU saves its output for backward, which the next layer mostly saves too. There one bit per element is not in the place
+# of an activation but on top of one.
+BY_DEFAULT = tuple(kind for kind, name in FUNCTIONS.items() if _C.saves[name] != "output")
 
 
-def _names(classes):
-    return ", ".join(sorted(kind.__name__ for kind in classes))
+def _pays_by_default(function, inplace):
+    return _C.saves[function] == "input" or (_C.saves[function] == "output in place" and not inplace)
 
 
 def _check_classes(name, classes):
     classes = tuple(classes)
     for kind in classes:
         if kind not in OURS:
-            raise ValueError(f"{name}: expected classes of torch.nn among {_names(OURS)}, got {kind}")
+            among = ", ".join(sorted(kind.__name__ for kind in OURS))
+            raise ValueError(f"{name}: expected classes of torch.nn among {among}, got {kind}")
     return classes
 
 
-def check_model(name, model):
+def check_model(name: str, model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: expected a torch.nn.Module, got {type(model).__name__}")
 
 
-def _swap(name, model, table):
-    """Changes the class of the modules themselves: who holds one, its hooks, flags and name stay as they are."""
-    check_model(name, model)
-    found = [module for module in model.modules() if type(module) in table]
-    if not found:
-        others = Counter(
-            f"{type(m).__module__.split('.')[0]}.{type(m).__name__}" for m in model.modules() if type(m) in {*OURS, *PYTORCHS}
-        )
-        there = ", ".join(f"{count} {kind}" for kind, count in others.items()) or "no activation of the family"
-        raise ValueError(f"{name}: expected a model with modules of exactly the class {_names(table)}, got one with {there}")
-    counts = Counter(type(module).__name__ for module in found)
-    for module in found:
-        module.__class__ = table[type(module)]
-    log.info("%s: %s", name, ", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    return model
+def as_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments of a forward pass."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    return (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs), {}
 
 
-def convert(model: nn.Module, classes: Iterable[type] = BY_DEFAULT) -> nn.Module:
-    """Let a model's activations keep one bit per element for backward: the same numbers, in less memory.
+def _counted(classes):
+    return ", ".join(f"{count} {name}" for name, count in Counter(kind.__name__ for kind in classes).items())
 
-    Works in place, on every module of exactly one of these classes: a subclass of yours is left alone, as are functions that a
-    ``forward`` calls (for those there is :class:`ConvertMode`). Shared modules stay shared; hooks, the training flag and
-    whatever else a module holds stay.
+
+def convert(
+    model: nn.Module,
+    classes: Iterable[type] | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
+) -> nn.Module:
+    """Let a model's activations save one bit per element for backward: the same numbers, in less memory.
+
+    Works in place, and only the class of a module changes: shared modules stay shared; hooks, the training flag and whatever else a
+    module holds stay. :func:`revert` undoes it.
+
+    With ``example_inputs`` one forward pass on fake tensors, which needs no GPU, no memory and about a second, finds out which layers
+    save which tensors, and exactly those modules are converted whose conversion lowers what is saved. That reaches modules of any
+    class whose code calls one of PyTorch's activation functions, ReLU among them. What decides is what autograd does in the
+    state that the model and the caller are in: training mode, parameters that require grad, autocast.
+
+    Without them, modules of exactly the classes of torch.nn are converted, but for those that mostly cost nothing, since what
+    PyTorch's save the next layer saves anyway: ReLU, and LeakyReLU in place.
 
     Args:
         model: any module, an activation itself included.
-        classes: the classes of torch.nn to convert. By default Hardshrink, Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink
-            and Threshold, but not ReLU: it mostly costs no memory, since the next layer keeps its output anyway.
+        classes: the classes of torch.nn to convert, with ``example_inputs`` the functions that they call. By default Hardshrink,
+            Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with ``example_inputs`` also ReLU.
+        example_inputs: a tuple of the arguments of a forward pass, a dict of keyword arguments, or one tensor. Of tensors only
+            shape, strides, dtype and requires_grad matter: they may be on the meta device, and so may the model.
 
     Returns:
-        The model. How many of which class were converted is logged (level INFO); :func:`converted` counts them.
+        The model. What was converted, and with ``example_inputs`` what was left alone and why, is logged (level INFO);
+        :func:`converted` counts the modules, :func:`memory_report` lists them.
 
     Raises:
         TypeError: not a module.
-        ValueError: nothing to convert, or a class that isn't in the family.
+        ValueError: a class that isn't in the family, or ``classes`` of which the model has none to convert.
     """
-    return _swap("convert", model, {kind: OURS[kind] for kind in _check_classes("convert", classes)})
+    check_model("convert", model)
+    named = None if classes is None else _check_classes("convert", classes)
+    if example_inputs is not None:
+        found = _convert_what_pays(model, OURS if named is None else named, *as_arguments(example_inputs))
+    else:
+        found = [
+            module
+            for module in model.modules()
+            if type(module) in (named or BY_DEFAULT)
+            and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))
+        ]
+        log.info("convert: %s", _counted(map(type, found)) or "nothing")
+        for module in found:
+            module.__class__ = OURS[type(module)]
+    if named and not found:
+        others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
+        wanted = ", ".join(kind.__name__ for kind in named)
+        raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {others or 'no activation of the family'}")
+    return model
+
+
+def _convert_what_pays(model, classes, args, kwargs):
+    """The modules that it converted; all others are PyTorch's own then."""
+    survey = Survey(model, args, kwargs, frozenset(FUNCTIONS[kind] for kind in classes))
+    for module in survey.candidates:
+        names = {function for owner, function in survey.chosen if owner is module}
+        module.__class__ = replacement_for(module, names) or original_of(type(module))
+    for line in summary(survey.decisions()):
+        log.info("convert: %s", line)
+    return [module for module in survey.candidates if type(module) is not original_of(type(module))]
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo :func:`convert`: every module of this package is one of torch.nn again.
+    """Undo :func:`convert`: every module is of the class again that it was.
 
     Args:
-        model: any module.
+        model: any module, converted or not.
 
     Returns:
-        The model.
+        The model. What was reverted is logged (level INFO).
 
     Raises:
         TypeError: not a module.
-        ValueError: nothing to revert.
     """
-    return _swap("revert", model, PYTORCHS)
+    check_model("revert", model)
+    found = [module for module in model.modules() if original_of(type(module)) is not type(module)]
+    log.info("revert: %s", _counted(map(type, found)) or "nothing")
+    for module in found:
+        module.__class__ = original_of(type(module))
+    return model
 
 
 def converted(model: nn.Module) -> Counter[str]:
-    """How many modules of this package a model has.
+    """How many modules of a model compute with this package.
 
     Args:
         model: any module.
@@ -108,21 +147,7 @@ def converted(model: nn.Module) -> Counter[str]:
         TypeError: not a module.
     """
     check_model("converted", model)
-    return Counter(type(module).__name__ for module in model.modules() if type(module) in PYTORCHS)
-
-
-def _functions(classes):
-    """What to call in the place of torch.relu, torch.Tensor.relu_, torch.nn.functional.leaky_relu_ and their like."""
-    table = {}
-    for name in functional.__all__:
-        if name.replace("_", "") not in {kind.__name__.lower() for kind in classes}:
-            continue
-        ours = getattr(functional, name)
-        for owner in (nn.functional, torch, torch.Tensor):
-            for pytorchs, replacement in ((name, ours), (name + "_", partial(ours, inplace=True))):
-                if hasattr(owner, pytorchs):
-                    table[getattr(owner, pytorchs)] = replacement
-    return table
+    return Counter(type(module).__name__ for module in model.modules() if original_of(type(module)) is not type(module))
 
 
 class ConvertMode(TorchFunctionMode):
@@ -134,18 +159,29 @@ class ConvertMode(TorchFunctionMode):
             loss = model(images).sum()
 
     Args:
-        classes: the classes of torch.nn whose functions are meant, as for :func:`convert`.
+        classes: the classes of torch.nn whose functions are meant. By default those that :func:`convert` takes, and as there
+            not ``leaky_relu`` in place.
 
     Raises:
         ValueError: a class that isn't in the family.
     """
 
-    def __init__(self, classes: Iterable[type] = BY_DEFAULT) -> None:
+    def __init__(self, classes: Iterable[type] | None = None) -> None:
         super().__init__()
-        self.functions = _functions(_check_classes("ConvertMode", classes))
+        named = BY_DEFAULT if classes is None else _check_classes("ConvertMode", classes)
+        self.functions = functions(frozenset(FUNCTIONS[kind] for kind in named))
+        self.left_in_place = frozenset() if classes else frozenset(
+            name for name in map(FUNCTIONS.get, named) if not _pays_by_default(name, inplace=True)
+        )
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in self.functions and "out" not in kwargs:
-            func = self.functions[func]
-        return func(*args, **kwargs)
+        ours = self.functions.get(func)
+        if ours is None or "out" in kwargs or self._is_left_alone(ours, args, kwargs):
+            return func(*args, **kwargs)
+        return ours(*args, **kwargs)
+
+    def _is_left_alone(self, ours, args, kwargs):
+        if isinstance(ours, partial):
+            return ours.func.__name__ in self.left_in_place
+        return ours.__name__ in self.left_in_place and signature(ours).bind(*args, **kwargs).arguments.get("inplace", False)

@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.operator_schemas import normalize_function
 from torch.fx.traceback import preserve_node_meta
 
-from activations_cuda import functional
+from activations_cuda import _C, functional
 
 __all__ = ["options"]
 
@@ -44,9 +44,8 @@ def named(op_name):
     return packet, *(getattr(packet, overload) for overload in packet.overloads())
 
 
-# Backward of these reads their output, which the next layer mostly keeps: the bits would come on top.
-BY_OUTPUT = {"relu", "leaky_relu"}
-NAMES = [name for name in functional.__all__ if name not in BY_OUTPUT]
+# Backward of the others reads their output, which the next layer mostly keeps: the bits would come on top.
+NAMES = [name for name in functional.__all__ if _C.saves[name] == "input"]
 INPLACE = {op for name in NAMES for op in named(f"{name}_")}
 TO_MASKED = {op: named(f"{name}_with_mask")[0] for name in NAMES for op in (*named(name), *named(f"{name}_"))}
 FROM_MASKED = {op: named(name)[0] for name in NAMES for op in named(f"{name}_with_mask")}

@@ -94,6 +94,17 @@ PyMethodDef method() {
   return {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
+const char* name_of(Saves saves) {
+  switch (saves) {
+    case Saves::input:
+      return "input";
+    case Saves::output_in_place:
+      return "output in place";
+    default:
+      return "output";
+  }
+}
+
 }  // namespace
 }  // namespace fastact
 
@@ -107,6 +118,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     throw py::error_already_set();
   }
 
+  // By the name of the op: what PyTorch's saves for backward.
+  py::dict saves;
+#define ACTIVATION(op, overload, F, parameters, pytorch) saves[#op] = name_of(F##Op::Activation<double>::saves);
+#include "../family.def"
+  module.attr("saves") = saves;
+
   // Or Python would show a node as a CppFunction.
   static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};
   torch::autograd::registerCppFunction(
@@ -114,10 +131,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
 #if defined(__clang__)
   module.attr("compiler") = "clang " __clang_version__;
-#elif defined(__GNUC__)
-  module.attr("compiler") = "gcc " __VERSION__;
 #else
-  module.attr("compiler") = "unknown";
+  module.attr("compiler") = "gcc " __VERSION__;
 #endif
 #if defined(FASTACT_CUDA)
   module.attr("cuda_toolkit") = std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);

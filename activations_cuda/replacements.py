@@ -1,0 +1,258 @@
+"""What stands in the place of PyTorch's own: a class for each of its modules, a function for each of its functions, and for a module
+of anybody's whose code calls those functions, a class of its own whose code calls ours.
+
+Such a class is the module's own, with every method that calls one of PyTorch's activation functions exchanged for a copy that calls
+ours. A call costs what it did: nothing is intercepted.
+"""
+
+import copyreg
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from activations_cuda import functional, modules
+
+OURS: dict[type, type] = {getattr(nn, name): getattr(modules, name) for name in modules.__all__}
+PYTORCHS = {ours: pytorchs for pytorchs, ours in OURS.items()}
+
+
+def function_of(kind: type) -> str:
+    """The function that a class of torch.nn calls: leaky_relu of LeakyReLU."""
+    (name,) = (name for name in functional.__all__ if name.replace("_", "") == kind.__name__.lower())
+    return name
+
+
+FUNCTIONS = {kind: function_of(kind) for kind in OURS}
+
+
+@cache
+def functions(names: frozenset[str]) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What to call in the place of torch.relu, torch.Tensor.relu_, torch.nn.functional.leaky_relu_ and their like."""
+    table = {}
+    for name in names:
+        ours = getattr(functional, name)
+        for owner in (nn.functional, torch, torch.Tensor):
+            for pytorchs, replacement in ((name, ours), (name + "_", partial(ours, inplace=True))):
+                if hasattr(owner, pytorchs):
+                    table[getattr(owner, pytorchs)] = replacement
+    return table
+
+
+class CallsOurs(modules.Packed):
+    """What the classes below have in common."""
+
+    original: type
+    names: frozenset[str]
+    attributes: frozenset[str]
+
+    def _get_name(self):
+        return f"{self.original.__name__}[{', '.join(f'activations_cuda.{name}' for name in sorted(self.names))}]"
+
+    def __reduce_ex__(self, protocol):
+        """Their class is made anew where they are copied or loaded, since no module holds it."""
+        make, arguments, *rest = super().__reduce_ex__(protocol)
+        if make is not copyreg.__newobj__ or arguments[0] is not type(self):
+            return make, arguments, *rest
+        return _new, (self.original, self.names, self.attributes, *arguments[1:]), *rest
+
+
+def _new(original, names, attributes, *arguments):
+    kind = _class_that_calls_ours(original, names, attributes) or original
+    return kind.__new__(kind, *arguments)
+
+
+def original_of(kind: type) -> type:
+    """The class that a module had before conversion."""
+    return kind.original if issubclass(kind, CallsOurs) else PYTORCHS.get(kind, kind)
+
+
+def replacement_for(module: nn.Module, names: Iterable[str]) -> type | None:
+    """A class with which the module calls this package's functions of these names, or None where it calls none of them itself."""
+    original = original_of(type(module))
+    if original in OURS:
+        return OURS[original] if FUNCTIONS[original] in names else None
+    names = frozenset(names)
+    if not names:
+        return None
+    rebind = _Rebinding(names)
+    attributes = frozenset(name for name, value in vars(module).items() if rebind(value) is not value)
+    return _class_that_calls_ours(original, names, attributes)
+
+
+@cache
+def _class_that_calls_ours(original, names, attributes):
+    rebind = _Rebinding(names)
+    members = {}
+    for kind in original.__mro__:
+        if kind is nn.Module:
+            break
+        for name in vars(kind):
+            member = inspect.getattr_static(original, name)
+            if rebind(member) is not member:
+                members[name] = rebind(member)
+    for name in attributes:
+        members[name] = _Attribute(name, rebind)
+    if not members:
+        return None
+    facts = {"original": original, "names": names, "attributes": attributes, "__module__": original.__module__}
+    kind = type(original)(original.__name__, (CallsOurs, original), {**members, **facts, "__doc__": original.__doc__})
+    kind.__qualname__ = original.__qualname__
+    return kind
+
+
+class _Attribute:
+    """A function that a module holds: it stays as it is, and what is called is ours."""
+
+    def __init__(self, name, rebind):
+        self.name = name
+        self.rebind = rebind
+
+    def __get__(self, module, kind=None):
+        if module is None:
+            return self
+        try:
+            return self.rebind(module.__dict__[self.name])
+        except KeyError:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {self.name!r}") from None
+
+    def __set__(self, module, value):
+        module.__dict__[self.name] = value
+
+    def __delete__(self, module):
+        del module.__dict__[self.name]
+
+
+class _Namespace(types.ModuleType):
+    """A module of PyTorch's with some attributes exchanged."""
+
+    def __init__(self, original, exchanged):
+        super().__init__(original.__name__, original.__doc__)
+        self.__dict__.update(exchanged, __getattr__=partial(getattr, original))
+
+
+@cache
+def _namespaces(names):
+    """For torch, torch.nn and torch.nn.functional one with this package's functions of these names, and the names that lead to them."""
+    table = functions(names)
+
+    def exchanged(module):
+        return {name: table[value] for name, value in vars(module).items() if isinstance(value, Callable) and value in table}
+
+    in_functional, in_torch = exchanged(nn.functional), exchanged(torch)
+    of_functional = _Namespace(nn.functional, in_functional)
+    of_nn = _Namespace(nn, {"functional": of_functional})
+    of_torch = _Namespace(torch, {**in_torch, "nn": of_nn})
+    return {
+        nn.functional: (of_functional, in_functional.keys()),
+        nn: (of_nn, in_functional.keys()),
+        torch: (of_torch, in_functional.keys() | in_torch.keys()),
+    }
+
+
+FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+
+
+class _Rebinding:
+    """Called with something that code refers to, returns what takes its place, or itself where it leads to none of these functions."""
+
+    def __init__(self, names):
+        self.suffix = "_".join(("", "activations_cuda", *sorted(names)))
+        # Which a class of a user's may inherit. ReLU6 has none of its own.
+        kinds = [kind for kind, name in FUNCTIONS.items() if name in names and "forward" in vars(kind)]
+        forwards = {kind.forward: OURS[kind].forward for kind in kinds}
+        self.places = {**functions(names), **forwards}
+        self.namespaces = _namespaces(names)
+        self.done = {}
+
+    def __call__(self, value):
+        if isinstance(value, (staticmethod, classmethod)):
+            function = self(value.__func__)
+            return value if function is value.__func__ else type(value)(function)
+        if not isinstance(value, (partial, *FUNCTION_TYPES)):
+            return value
+        if value in self.places:
+            return self.places[value]
+        if value not in self.done:
+            self.done[value] = value  # what leads to itself
+            self.done[value] = self.copied(value)
+        return self.done[value]
+
+    def copied(self, value):
+        if isinstance(value, partial):
+            function = self(value.func)
+            return value if function is value.func else partial(function, *value.args, **value.keywords)
+        if isinstance(value, types.FunctionType) and not (value.__module__ or "").startswith(("torch.", "activations_cuda.")):
+            return self.copy(value)
+        return value
+
+    def copy(self, function):
+        scope = function.__globals__
+        exchanged = {}
+        looked_up, attributes = _names_of(function.__code__)
+        for name in looked_up - attributes:  # a name of both would be renamed in both places
+            if name in scope and (place := self.in_scope(scope[name], attributes)) is not scope[name]:
+                exchanged[name] = place
+        closure = tuple(map(self.cell, function.__closure__ or ()))
+        defaults = tuple(map(self, function.__defaults__ or ()))
+        if not exchanged and _same(closure, function.__closure__) and _same(defaults, function.__defaults__):
+            return function
+        # Beside what they replace, under names of their own: all else that the function refers to is what it was.
+        code = _renamed(function.__code__, {name: name + self.suffix for name in exchanged})
+        scope.update({name + self.suffix: place for name, place in exchanged.items()})
+        result = types.FunctionType(code, scope, function.__name__, defaults or None, closure or None)
+        result.__kwdefaults__ = function.__kwdefaults__
+        result.__dict__.update(function.__dict__)
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(function, name):
+                setattr(result, name, getattr(function, name))
+        return result
+
+    def in_scope(self, value, attributes):
+        if isinstance(value, types.ModuleType) and value in self.namespaces:
+            namespace, names = self.namespaces[value]
+            return value if names.isdisjoint(attributes) else namespace
+        return self(value)
+
+    def cell(self, cell):
+        try:
+            place = self(cell.cell_contents)
+        except ValueError:  # nothing in it yet
+            return cell
+        return cell if place is cell.cell_contents else types.CellType(place)
+
+
+def _same(values, others):
+    return all(value is other for value, other in zip(values, others or (), strict=True))
+
+
+def _codes(code):
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _names_of(code):
+    """The names that a function's code looks up in its module, and all other names: of attributes, of what it imports or assigns."""
+    looked_up, others = set(), set()
+    for each in _codes(code):
+        for instruction in dis.get_instructions(each):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                looked_up.add(instruction.argval)
+            elif instruction.opcode in dis.hasname:
+                others.add(instruction.argval)
+    return looked_up, others
+
+
+def _renamed(code, names):
+    return code.replace(
+        co_names=tuple(names.get(name, name) for name in code.co_names),
+        co_consts=tuple(_renamed(c, names) if isinstance(c, types.CodeType) else c for c in code.co_consts),
+    )

@@ -1,0 +1,343 @@
+"""Who keeps what for the backward pass: one forward pass on fake tensors, which needs no GPU, no memory and next to no time.
+
+Two layers that keep the same tensor keep it once. So an activation's bits are in the place of a tensor only where nobody else keeps
+that tensor, and are on top of it elsewhere: conversion has to look.
+"""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from activations_cuda import functional
+from activations_cuda.replacements import FUNCTIONS, functions, original_of, replacement_for
+
+log = logging.getLogger("activations_cuda")
+
+FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the calls of one activation function in one module are converted, and why.
+
+    Attributes:
+        module: the module's name in the model.
+        kind: the name of its class.
+        function: the function that it calls, by the name it has in this package.
+        converted: whether its calls keep bits.
+        reason: in words.
+    """
+
+    module: str
+    kind: str
+    function: str
+    converted: bool
+    reason: str
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of an activation function."""
+
+    module: nn.Module
+    function: str
+    bits: int | None  # bytes of them, were it converted; None where the kernels don't take its arguments
+    is_ours: bool  # it was this package's function that was called
+    saves: bool = False
+
+
+@dataclass(eq=False)
+class _Storage:
+    """A tensor's memory, and who saves it, in order: modules' names, and the activation call if it is one."""
+
+    size: int
+    savers: list[tuple[str, _Call | None]] = field(default_factory=list)
+
+
+@contextmanager
+def saved_storages(owner: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> Iterator[dict[StorageWeakRef, _Storage]]:
+    """Yields a dict that gets the storages that autograd saves, with whoever owner() names at the time, but those of some tensors."""
+    left_out = {StorageWeakRef(tensor.untyped_storage()) for tensor in but}
+    storages: dict[StorageWeakRef, _Storage] = {}
+
+    def pack(tensor):
+        key = StorageWeakRef(tensor.untyped_storage())
+        if key not in left_out:
+            storages.setdefault(key, _Storage(tensor.untyped_storage().nbytes())).savers.append(owner())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield storages
+
+
+def _named(func):
+    """The name of one of this package's ops, such as relu6_; an empty one for any other function."""
+    return func._schema.name.removeprefix("fastact::") if getattr(func, "namespace", None) == "fastact" else ""
+
+
+class _Watch(TorchFunctionMode):
+    """Runs PyTorch's function wherever an activation function is called, PyTorch's or this package's, and notes the call."""
+
+    def __init__(self, running):
+        super().__init__()
+        self.running = running
+        self.names = {}
+        for name in FUNCTIONS.values():
+            self.names |= dict.fromkeys(functions(frozenset([name])), name)
+        self.calls = []
+        self.call = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = _named(func)
+        pytorchs = getattr(nn.functional, name.removesuffix("_"), None) if name else None
+        if name and (pytorchs is None or func._overloadname != "default" or not _has(pytorchs, name)):
+            return _packed(func, name, args, kwargs)  # there is nothing of PyTorch's to compare with
+        if name:
+            func, kwargs = pytorchs, kwargs | ({"inplace": True} if name.endswith("_") else {})
+        if func not in self.names or "out" in kwargs:
+            return func(*args, **kwargs)
+        function = self.names[func]
+        self.call = _Call(self.running(), function, _bits(function, args, kwargs), is_ours=bool(name))
+        self.calls.append(self.call)
+        try:
+            with torch._C.DisableTorchFunction():  # or a ConvertMode around would turn it into ours
+                return func(*args, **kwargs)
+        finally:
+            self.call = None
+
+
+def _bits(name, args, kwargs):
+    arguments = signature(getattr(functional, name)).bind(*args, **kwargs)
+    arguments.apply_defaults()
+    input, *parameters = (value for key, value in arguments.arguments.items() if key != "inplace" and value is not None)
+    try:
+        _, mask = getattr(torch.ops.fastact, name + "_with_mask")(torch.empty_like(input, device="meta"), *parameters)
+    except (NotImplementedError, ValueError):  # PyTorch's op answers for such
+        return None
+    return mask.numel()
+
+
+def _has(pytorchs, name):
+    return not name.endswith("_") or hasattr(torch.ops.aten, name)
+
+
+def _packed(func, name, args, kwargs):
+    """Makes one of this package's ops save on fake tensors what it saves on real ones; else it would be traced."""
+    packet = getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask", None)
+    if packet is not None:
+        with suppress(NotImplementedError, ValueError):  # dtypes and parameters that PyTorch's op answers for
+            output, _ = getattr(packet, func._overloadname)(*args, **kwargs)
+            return args[0].copy_(output) if name.endswith("_") else output
+    return func(*args, **kwargs)
+
+
+@contextmanager
+def _unchanged(model):
+    """Whatever a forward pass leaves in the model's modules, fake tensors above all, is gone afterwards."""
+    held = [vars(module) for module in model.modules()]
+    held += [value for values in held for value in values.values() if isinstance(value, dict)]
+    before = [dict(values) for values in held]
+    try:
+        yield
+    finally:
+        for values, old in zip(held, before, strict=True):
+            values.clear()
+            values.update(old)
+
+
+@contextmanager
+def _all_converted(model, names):
+    """Yields the modules that can be converted, while they are."""
+    classes = {module: type(module) for module in model.modules()}
+    try:
+        for module in classes:
+            module.__class__ = replacement_for(module, names) or original_of(type(module))
+        yield {module for module in classes if type(module) is not original_of(type(module))}
+    finally:
+        for module, kind in classes.items():
+            module.__class__ = kind
+
+
+@contextmanager
+def _running_module(model):
+    """Yields a function that tells which module of `model` runs its forward."""
+    known = set(model.modules())
+    running = [model]
+
+    def enter(module, _):
+        running.append(module if module in known else running[-1])
+
+    def leave(module, *_):
+        running.pop()
+
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True):
+        yield lambda: running[-1]
+
+
+class Survey:
+    """What a model's modules keep, as PyTorch has it and with activations converted.
+
+    Args:
+        model: the model; it stays as it is.
+        args, kwargs: of its forward pass. Tensors may be anywhere, on the meta device too. Where the pass depends on their values,
+            it is made in earnest.
+        names: the functions whose calls may be converted.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        with ExitStack() as stack:
+            stack.enter_context(_unchanged(model))
+            self.candidates = stack.enter_context(_all_converted(model, names))
+            self._run(model, args, kwargs)
+        self.considered = names
+        self.chosen = self._choose()
+
+    def _run(self, model, args, kwargs):
+        state = dict(model.named_parameters()) | dict(model.named_buffers())
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        try:
+            with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+                device = next((tensor.device for tensor in state.values() if not tensor.is_meta), torch.device("cpu"))
+
+                @cache  # an input that is passed twice is one
+                def fake_like(tensor):
+                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+                    return fake.requires_grad_(tensor.requires_grad)
+
+                # A model on the meta device stands for one on the CPU: attention, say, saves more on meta tensors.
+                fakes = {name: fake_like(t) if t.is_meta else fake_mode.from_tensor(t) for name, t in state.items()}
+                self._watch(model, fakes, *tree_map_only(Tensor, fake_like, (args, kwargs)))
+        except FAKES_WONT_DO as error:
+            if any(tensor.is_meta for tensor in (*state.values(), *inputs)):
+                raise RuntimeError(
+                    "the model's forward pass depends on its tensors' values, which tensors on the meta device and fake ones don't "
+                    f"have ({error}): expected a model and example inputs with values"
+                ) from error
+            buffers = dict(model.named_buffers())
+            with torch.random.fork_rng():
+                self._watch(model, {name: t.clone() if name in buffers else t for name, t in state.items()}, args, kwargs)
+
+    def _watch(self, model, state, args, kwargs):
+        """Runs the forward pass, and notes who saves what."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            running = stack.enter_context(_running_module(model))
+            watch = _Watch(running)
+
+            def owner():
+                if watch.call is not None:
+                    watch.call.saves = True
+                return running(), watch.call
+
+            saved = stack.enter_context(saved_storages(owner, but=tuple(state.values())))
+            stack.enter_context(watch)
+            output = torch.func.functional_call(model, state, args, kwargs)
+        del output  # until here it holds all that was counted
+        self.storages = list(saved.values())
+        self.calls = watch.calls
+
+    def _unit(self, call):
+        """What is converted as one: all calls of a function in a module."""
+        return (call.module, call.function) if call.is_ours and call.bits is not None else None
+
+    def _choose(self):
+        """The units whose conversion lowers what is kept: of all of them those leave that gain nothing, until all that stay do."""
+        chosen = {unit for call in self.calls if (unit := self._unit(call))}
+        as_it_comes = {unit for unit in chosen if unit[0] not in self.candidates}  # calls of ours in code of the user's
+        while without := {unit for unit, gain in self._gains(chosen).items() if gain <= 0} - as_it_comes:
+            chosen -= without
+        return chosen if self.kept(chosen).total() < self.kept(as_it_comes).total() else as_it_comes
+
+    def _gains(self, chosen):
+        """The bytes that each unit saves as long as all the others are converted too."""
+        gains = dict.fromkeys(chosen, 0)
+        for call in self.calls:
+            if call.saves and self._unit(call) in chosen:
+                gains[self._unit(call)] -= call.bits
+        for storage in self.storages:
+            units = {self._unit(call) if call else None for _, call in storage.savers}
+            if units <= chosen:
+                for unit in units:
+                    gains[unit] += storage.size
+        return gains
+
+    def kept(self, chosen: Collection[tuple[nn.Module, str]]) -> Counter[nn.Module]:
+        """The bytes that each module keeps once these units are converted; what several share counts with the first."""
+
+        def is_converted(call):
+            return self._unit(call) in chosen
+
+        kept: Counter[nn.Module] = Counter()
+        for storage in self.storages:
+            keepers = [module for module, call in storage.savers if call is None or not is_converted(call)]
+            if keepers:
+                kept[keepers[0]] += storage.size
+        for call in self.calls:
+            if call.saves and is_converted(call):
+                kept[call.module] += call.bits
+        return kept
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """One for each function that a module calls, and for each of this family's modules, in the model's order."""
+        calls: defaultdict[tuple[nn.Module, str], list[_Call]] = defaultdict(list)
+        for call in self.calls:
+            calls[call.module, call.function].append(call)
+        gains = self._gains(self.chosen)
+        result = []
+        for module, name in self.names.items():
+            original = original_of(type(module))
+            functions = [function for owner, function in calls if owner is module]
+            if not functions and original in FUNCTIONS and FUNCTIONS[original] in self.considered:
+                functions = [FUNCTIONS[original]]
+            for function in functions:
+                unit = module, function
+                reason = self._reason(unit, calls[unit], gains)
+                result.append(Decision(name, original.__name__, function, unit in self.chosen, reason))
+        return tuple(result)
+
+    def _reason(self, unit, calls, gains):
+        if unit in self.chosen:
+            return f"saves {gains[unit] / 2**20:.1f} MiB less"
+        if not calls:
+            return "not called"
+        if not any(call.saves for call in calls):
+            return "saves nothing for backward"
+        if unit[1] not in self.considered:
+            return "not asked for"
+        if not any(map(self._unit, calls)):
+            return "called where it can't be replaced" if not any(call.is_ours for call in calls) else "arguments of PyTorch's op alone"
+        return "another layer saves the same tensor"
+
+
+def summary(decisions: Iterable[Decision]) -> list[str]:
+    """The decisions in words, those that are alike counted."""
+    groups: Counter[tuple[bool, str, str, str]] = Counter()
+    for decision in decisions:
+        reason = "" if decision.converted else decision.reason
+        groups[not decision.converted, decision.kind, decision.function, reason] += 1
+    lines = []
+    for (left_alone, kind, function, reason), count in sorted(groups.items()):
+        what = f"{count} {kind}" + (f" ({function})" if kind.lower() != function.replace("_", "") else "")
+        lines.append(f"{what} left alone: {reason}" if left_alone else f"{what} converted")
+    return lines or ["no activation of the family"]

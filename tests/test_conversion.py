@@ -1,0 +1,517 @@
+"""convert(model, example_inputs=...): it converts what pays and nothing else, in modules of anybody's."""
+
+import copy
+import io
+import itertools
+import pickle
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import hardtanh
+
+import activations_cuda
+from activations_cuda.conversion import log
+from activations_cuda.survey import Survey
+from family import assert_same_values
+from test_memory import measure
+
+IMAGES = 4, 3, 32, 32
+
+
+def helper(x):
+    return hardtanh(x) * 2
+
+
+def decorator(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def recursive(x, depth):
+    return F.relu6(recursive(x, depth - 1)) if depth else x * 1
+
+
+class Calls(nn.Module):
+    """A convolution, a norm, whose output nobody else saves, and a function of them."""
+
+    def __init__(self, function=None):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.function = function
+
+    def forward(self, x):
+        return self.act(self.norm(self.conv(x))).mean((2, 3))
+
+
+class ByFunctional(Calls):
+    def act(self, x):
+        return F.relu6(x)
+
+
+class ByLongName(Calls):
+    def act(self, x):
+        return torch.nn.functional.leaky_relu(x, negative_slope=0.2)
+
+
+class ByNn(Calls):
+    def act(self, x):
+        return nn.functional.threshold(x, 0.1, 0.2)
+
+
+class ByTorch(Calls):
+    def act(self, x):
+        return torch.hardshrink(x)
+
+
+class ByName(Calls):
+    def act(self, x):
+        return hardtanh(x, 0.0, 1.0)
+
+
+class InPlace(Calls):
+    def act(self, x):
+        return F.hardtanh_(x)
+
+
+class ByHelper(Calls):
+    def act(self, x):
+        return helper(x)
+
+
+class ByRecursion(Calls):
+    def act(self, x):
+        return recursive(x, 1)
+
+
+class ByAttribute(Calls):
+    def __init__(self):
+        super().__init__(F.hardsigmoid)
+
+    def act(self, x):
+        return self.function(x)
+
+
+class ByPartial(Calls):
+    def __init__(self):
+        super().__init__(partial(F.leaky_relu, negative_slope=0.3))
+
+    def act(self, x):
+        return self.function(x)
+
+
+class ByStaticMethod(Calls):
+    @staticmethod
+    def act(x):
+        return F.softshrink(x)
+
+
+class ByClassMethod(Calls):
+    @classmethod
+    def act(cls, x):
+        return F.relu6(x)
+
+
+class ByClassAttribute(Calls):
+    act = staticmethod(F.relu6)
+
+
+class Decorated(Calls):
+    @decorator
+    def act(self, x):
+        return F.relu6(x)
+
+
+class Nested(Calls):
+    def act(self, x):
+        return sum((lambda t: F.relu6(t))(t) for t in (x, x + 1))
+
+
+class ByDefault(Calls):
+    def act(self, x, function=F.relu6):
+        return function(x)
+
+
+class BySuper(ByFunctional):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class OwnHardtanh(nn.Hardtanh):
+    """Whose forward is torch.nn's."""
+
+
+class OwnClass(Calls):
+    def __init__(self):
+        super().__init__()
+        self.act = OwnHardtanh(-0.5, 0.5)
+
+
+class Relu(Calls):
+    """Nobody else saves its output."""
+
+    def act(self, x):
+        return F.relu(x, inplace=True) + 1
+
+
+REACHED = [
+    ByFunctional,
+    ByLongName,
+    ByNn,
+    ByTorch,
+    ByName,
+    InPlace,
+    ByHelper,
+    ByAttribute,
+    ByPartial,
+    ByStaticMethod,
+    ByClassMethod,
+    ByClassAttribute,
+    Decorated,
+    Nested,
+    ByDefault,
+    BySuper,
+    OwnClass,
+    Relu,
+]
+
+
+def step(model, x):
+    model.zero_grad()
+    y = model(x)
+    y.backward(torch.ones_like(y))
+    return y.detach(), *(parameter.grad for parameter in model.parameters())
+
+
+def assert_same_step(model, other, x):
+    for actual, expected in zip(step(model, x), step(other, x), strict=True):
+        assert_same_values(actual, expected)
+
+
+@pytest.mark.parametrize("kind", REACHED)
+def test_reaches_what_a_module_calls(kind):
+    """With the bytes that the report says."""
+    model = kind()
+    x = torch.randn(IMAGES)
+    report = activations_cuda.memory_report(model, x)
+    converted = activations_cuda.convert(copy.deepcopy(model), example_inputs=(x,))
+    assert sum(activations_cuda.converted(converted).values()) == 1
+    assert measure(model, x) == report.before
+    assert measure(converted, x) == report.after
+    assert report.after < 0.7 * report.before
+    assert_same_step(converted, model, x)
+    activations_cuda.revert(converted)
+    assert type(converted) is kind
+    assert measure(converted, x) == report.before
+    assert vars(converted).keys() == vars(model).keys()
+
+
+class ByMethod(Calls):
+    def act(self, x):
+        return x.relu() + 1
+
+
+@pytest.mark.parametrize("kind", [ByMethod])
+def test_what_it_cannot_reach_is_left_alone(kind):
+    model, x = kind(), torch.randn(IMAGES)
+    (decision,) = activations_cuda.memory_report(model, x).decisions
+    assert not decision.converted
+    assert decision.reason == "called where it can't be replaced"
+    assert not activations_cuda.converted(activations_cuda.convert(model, example_inputs=(x,)))
+
+
+@pytest.fixture
+def converted():
+    model = activations_cuda.convert(ByHelper(), example_inputs=torch.randn(IMAGES))
+    assert activations_cuda.converted(model) == {"ByHelper": 1}
+    return model
+
+
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved], ids=["copy", "deep", "pickle", "save"]
+)
+def test_a_converted_module_is_a_module(duplicate, converted):
+    model, x = duplicate(converted), torch.randn(IMAGES)
+    assert type(model) is type(converted)
+    assert isinstance(model, ByHelper)
+    assert type(model).__name__ == "ByHelper"
+    assert repr(model).startswith("ByHelper[activations_cuda.hardtanh](")
+    assert model.state_dict().keys() == ByHelper().state_dict().keys()
+    assert_same_step(model, converted, x)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    model(x)
+    assert calls == [1]
+    assert type(activations_cuda.revert(model)) is ByHelper
+
+
+def test_a_converted_module_loads_elsewhere(converted, tmp_path):
+    """In a process that has converted nothing yet."""
+    torch.save(converted, tmp_path / "model.pt")
+    program = """
+        import sys, torch, activations_cuda
+        model = torch.load(sys.argv[1], weights_only=False)
+        assert activations_cuda.converted(model) == {"ByHelper": 1}
+        model(torch.randn(4, 3, 32, 32)).sum().backward()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "model.pt")]
+    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("kind", REACHED)
+def test_converted_modules_compile(kind):
+    model, x = kind(), torch.randn(IMAGES)
+    activations_cuda.convert(model, example_inputs=(x,))
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
+def test_globals_stay_live(converted, monkeypatch):
+    """A name that a module looks up is the module's own, though it be assigned later."""
+    monkeypatch.setitem(globals(), "hardtanh", lambda x: x * 0)
+    assert converted(torch.randn(IMAGES)).any()  # what was replaced is
+    monkeypatch.setitem(globals(), "helper", lambda x: x * 0)
+    assert converted(torch.randn(IMAGES)).any()
+    assert not ByHelper()(torch.randn(IMAGES)).any()
+
+
+class Several(nn.Module):
+    """Some of its calls pay and some don't, and one module is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.last = nn.Linear(64, 64)
+        self.shared = nn.ReLU()
+
+    def forward(self, x):
+        x = F.relu6(self.norm(self.first(x)))  # whose input nobody else saves
+        x = F.relu(self.first(x))  # whose output the next layer saves
+        x = self.shared(self.last(x)) + 1
+        return self.last(self.shared(self.norm(x)))
+
+
+def test_each_function_is_decided_on_its_own():
+    model, x = Several(), torch.randn(4096, 64)
+    decisions = {(d.module, d.function): d for d in activations_cuda.memory_report(model, x).decisions}
+    assert {key: d.converted for key, d in decisions.items()} == {("", "relu6"): True, ("", "relu"): False, ("shared", "relu"): True}
+    assert decisions["", "relu"].reason == "another layer saves the same tensor"
+    activations_cuda.convert(model, example_inputs=(x,))
+    assert repr(model).startswith("Several[activations_cuda.relu6](")
+    assert type(model.shared) is activations_cuda.ReLU
+
+
+def test_only_what_is_asked_for():
+    model, x = Several(), torch.randn(4096, 64)
+    activations_cuda.convert(model, [nn.ReLU], example_inputs=(x,))
+    assert activations_cuda.converted(model) == {"ReLU": 1}
+    activations_cuda.convert(model, example_inputs=(x,))  # anew
+    assert activations_cuda.converted(model) == {"Several": 1, "ReLU": 1}
+    with pytest.raises(ValueError, match="convert: expected a model with Hardtanh to convert, got one with"):
+        activations_cuda.convert(Several(), [nn.Hardtanh], example_inputs=(x,))
+    with pytest.raises(ValueError, match=r"convert: expected classes of torch\.nn among"):
+        activations_cuda.convert(Several(), [nn.GELU], example_inputs=(x,))
+
+
+def test_a_discriminator_is_left_as_it_is():
+    """LeakyReLU in place saves what the next convolution saves."""
+    layers = (layer for width in (3, 8, 8) for layer in (nn.Conv2d(width, 8, 3), nn.LeakyReLU(0.2, inplace=True)))
+    model = nn.Sequential(*layers, nn.Conv2d(8, 1, 3))
+    report = activations_cuda.memory_report(model, torch.randn(IMAGES))
+    assert report.before == report.after
+    assert not activations_cuda.converted(activations_cuda.convert(model, example_inputs=torch.randn(IMAGES)))
+
+
+class Clipped(nn.Module):
+    """As torchaudio's DeepSpeech: hardtanh's input is relu's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(F.hardtanh(F.relu(self.linear(x)), 0.0, 0.5))
+
+
+def test_calls_that_pay_together_are_converted_together():
+    model, x = Clipped(), torch.randn(4096, 64)
+    report = activations_cuda.memory_report(model, x)
+    assert [d.converted for d in report.decisions] == [True, True]
+    assert measure(activations_cuda.convert(model, example_inputs=x), x) == report.after < report.before
+
+
+def test_what_it_depends_on():
+    """Autocast and frozen parameters count as they are around the call."""
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Hardtanh(), nn.Conv2d(8, 8, 3)), torch.randn(IMAGES)
+    whole = activations_cuda.memory_report(model, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = activations_cuda.memory_report(model, x)
+        assert measure(model, x) == half.before
+    assert half.before < whole.before
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    frozen = activations_cuda.memory_report(model, x)
+    assert frozen.before == 0
+    assert {decision.reason for decision in frozen.decisions} == {"saves nothing for backward"}
+
+
+class WithKeywords(nn.Module):
+    """Takes and returns dicts, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 64)
+        self.norm = nn.LayerNorm(64)
+        self.act = nn.ReLU6()
+        self.unused = nn.Hardtanh()
+
+    def forward(self, input_ids, attention_mask=None, scale=1.0):
+        y = self.act(self.norm(self.embed(input_ids))) * scale
+        return {"logits": y if attention_mask is None else y * attention_mask[..., None]}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_keyword_inputs(device):
+    with torch.device(device):
+        model = WithKeywords()
+        inputs = {"input_ids": torch.zeros(8, 16, dtype=torch.long), "attention_mask": torch.ones(8, 16)}
+    report = activations_cuda.memory_report(model, **inputs)
+    activations_cuda.convert(model, example_inputs=inputs)
+    assert activations_cuda.converted(model) == {"ReLU6": 1}
+    assert {d.module: d.reason for d in report.decisions}["unused"] == "not called"
+    assert report.after < report.before
+
+
+class OnValues(Calls):
+    def forward(self, x):
+        if x.sum() > 1e9:
+            return x
+        self.seen = x
+        return super().forward(x)
+
+    def act(self, x):
+        return F.relu6(x)
+
+
+def test_models_whose_forward_depends_on_values():
+    model, x = OnValues(), torch.randn(IMAGES)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    activations_cuda.convert(model, example_inputs=(x,))
+    assert activations_cuda.converted(model) == {"OnValues": 1}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not hasattr(model, "seen")
+    with pytest.raises(RuntimeError, match="depends on its tensors' values.*: expected a model and example inputs with values"):
+        activations_cuda.convert(model, example_inputs=(x.to("meta"),))
+
+
+class Leaves(Calls):
+    """Leaves behind what it computed."""
+
+    def act(self, x):
+        self.last = x
+        self.norm.cache = {"x": x}
+        return F.relu6(x)
+
+
+def test_nothing_fake_is_left_behind():
+    model = activations_cuda.convert(Leaves(), example_inputs=torch.randn(IMAGES))
+    assert not hasattr(model, "last")
+    assert not hasattr(model.norm, "cache")
+    assert activations_cuda.converted(model) == {"Leaves": 1}
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    model = activations_cuda.convert(ByFunctional(), example_inputs=torch.randn(IMAGES))
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError):
+        activations_cuda.convert(model, example_inputs=torch.randn(4, 4, 32, 32))
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_says_what_it_did(monkeypatch):
+    messages = []
+    monkeypatch.setattr(log, "info", lambda message, *arguments: messages.append(message % arguments))
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU6(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    activations_cuda.convert(model, example_inputs=torch.randn(99, 8))
+    assert messages == ["convert: 1 ReLU6 converted", "convert: 1 ReLU left alone: another layer saves the same tensor"]
+    messages.clear()
+    activations_cuda.convert(nn.Linear(8, 8), example_inputs=torch.randn(9, 8))
+    assert messages == ["convert: no activation of the family"]
+
+
+def test_ours_called_by_name_stay():
+    """They are the model's own choice: before is what PyTorch's would save, after what they do."""
+
+    class Own(Calls):
+        def act(self, x):
+            return activations_cuda.hardsigmoid(activations_cuda.relu6(x), alpha=0.2, beta=0.5)
+
+    model, x = Own(), torch.randn(IMAGES)
+    report = activations_cuda.memory_report(model, x)
+    assert measure(model, x) == report.after < report.before
+    assert type(activations_cuda.convert(model, example_inputs=x)) is Own
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.sampled_from(["relu", "relu6", "leaky", "leaky_", "hardtanh", "linear", "add", "branch", "norm"]), min_size=1, max_size=7))
+def test_never_worse_and_as_predicted(layers):
+    """Of nets put together at random: what is predicted is what is saved, and no other choice of modules saves less."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            make = {
+                "relu": nn.ReLU,
+                "relu6": nn.ReLU6,
+                "leaky": nn.LeakyReLU,
+                "leaky_": partial(nn.LeakyReLU, inplace=True),
+                "hardtanh": nn.Hardtanh,
+                "linear": partial(nn.Linear, 64, 64),
+                "norm": partial(nn.LayerNorm, 64),
+            }
+            self.layers = nn.ModuleDict({f"{i}_{name}": make[name]() for i, name in enumerate(layers) if name in make})
+
+        def forward(self, x):
+            y = x * 1
+            for i, name in enumerate(layers):
+                if name == "add":
+                    y = y + 1
+                elif name == "branch":
+                    y = y + x * y.clone()
+                else:
+                    y = self.layers[f"{i}_{name}"](y)
+            return y
+
+    model = Net()
+    x = torch.randn(64, 64, requires_grad=True)
+    survey = Survey(model, (x,), {}, frozenset({"relu", "relu6", "leaky_relu", "hardtanh"}))
+    before = measure(model, x)
+    least = survey.kept(survey.chosen).total()
+    assert survey.kept(frozenset()).total() == before
+    assert measure(activations_cuda.convert(copy.deepcopy(model), example_inputs=x), x) == least <= before
+    units = {survey._unit(call) for call in survey.calls}
+    for size in range(len(units) + 1):
+        for others in itertools.combinations(units, size):
+            assert survey.kept(set(others)).total() >= least
