@@ -55,10 +55,19 @@ def check_toolkit(toolkit):
         )
 
 
+def find_compiler():
+    return shlex.split(os.environ.get("CXX") or "c++")[0]
+
+
+def is_clang():
+    compiler = shutil.which(find_compiler())
+    return compiler is not None and "clang" in subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+
+
 def check_compiler():
-    compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
+    compiler = find_compiler()
     if not shutil.which(compiler):
-        sys.exit(f"activations-cuda: there is no C++ compiler {compiler}: install one, g++ say, or set CXX to it")
+        sys.exit(f"activations-cuda: there is no C++ compiler {compiler}: install one, e.g. g++, or set CXX to it")
 
 
 def why_not_cuda(toolkit):
@@ -131,7 +140,7 @@ class BuildWithRecord(BuildExtension):
             "# Written by setup.py.\n"
             f"version = {self.distribution.get_version()!r}\n"
             f"commit = {commit()!r}\n"
-            f"torch = {torch.__version__.split('+')[0]!r}\n"
+            f"torch = {str(torch.__version__)!r}\n"
             f"cuda = {None if reason else torch.version.cuda!r}\n"
             f"archs = {[] if reason else os.environ['TORCH_CUDA_ARCH_LIST'].replace(' ', ';').split(';')!r}\n"
         )
@@ -140,19 +149,21 @@ class BuildWithRecord(BuildExtension):
 # -ffp-contract=off, -fmad=false: the formulas mean what they say, alpha * x + beta has two roundings on every machine.
 # -fno-trapping-math: without it the compiler vectorises no conversion from half.
 # -fopenmp: at::parallel_for, a template, is serial without it. It is not given to the linker, so that the calls meet the OpenMP
-# library that torch has loaded, with torch's threads, and not a second one.
+# library that torch has loaded, with torch's threads, and not a second one. clang's calls are another library's, LLVM's.
 cxx = ["-O3", "-g0", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-fvisibility=hidden"]
+link = ["-fopenmp"] if is_clang() else []
 nvcc = ["-O3", "-fmad=false", "--ptxas-options=-v,--warn-on-spills"]
 sources = ["csrc/binding/ops.cpp", "csrc/binding/autograd.cpp", "csrc/binding/module.cpp", "csrc/cpu/kernels.cpp"]
 
 if reason:
-    extension = CppExtension("activations_cuda._C", sources, extra_compile_args={"cxx": cxx})
+    extension = CppExtension("activations_cuda._C", sources, extra_compile_args={"cxx": cxx}, extra_link_args=link)
 else:
     extension = CUDAExtension(
         "activations_cuda._C",
         [*sources, "csrc/cuda/kernels.cu"],
         define_macros=[("FASTACT_CUDA", None)],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+        extra_link_args=link,
     )
 
 is_source = "sdist" in sys.argv  # which is built for no torch yet

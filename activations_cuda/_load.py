@@ -1,5 +1,6 @@
 """Loads the compiled library, which registers the ops, after making sure that it was built for this torch."""
 
+import re
 import warnings
 from typing import Any
 
@@ -22,9 +23,15 @@ def _describe(torch_version, cuda):
     return f"torch {torch_version} ({f'CUDA {cuda}' if cuda else 'CPU'})"
 
 
+def _interface(torch_version):
+    """What a library is built for: all patch releases of a minor version, or one development build alone."""
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+.*)?", torch_version)
+    return release[1] if release else torch_version
+
+
 def check_torch(running_torch, running_cuda):
     """Raise ImportError unless a library built for this torch minor version and CUDA major version serves the running one."""
-    same_torch = running_torch.split(".")[:2] == _build.torch.split(".")[:2]
+    same_torch = _interface(running_torch) == _interface(_build.torch)
     same_cuda = _build.cuda is None or (running_cuda or "").split(".")[0] == _build.cuda.split(".")[0]
     if not (same_torch and same_cuda):
         raise ImportError(

@@ -1,7 +1,9 @@
 """How the package is built, installed and loaded."""
 
+import shutil
 import sys
 import tarfile
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,9 @@ def test_build_info():
         (("2.11.0", None), ("2.13.0+cpu", None)),
         (("2.11.0", "13.0"), ("2.11.0+cpu", None)),
         (("2.11.0", "13.0"), ("2.11.0+cu126", "12.6")),
+        (("2.16.0.dev20261101+cpu", None), ("2.16.0.dev20261102+cpu", None)),
+        (("2.16.0a0+git1234567", None), ("2.16.0a0+git7654321", None)),
+        (("2.16.0rc1", None), ("2.16.0", None)),
     ],
 )
 def test_another_torch_is_refused(monkeypatch, built, running):
@@ -49,7 +54,13 @@ def test_another_torch_is_refused(monkeypatch, built, running):
 
 
 @pytest.mark.parametrize(
-    "built, running", [(("2.11.0", None), ("2.11.1+cu130", "13.0")), (("2.11.0", "13.0"), ("2.11.2", "13.1"))]
+    "built, running",
+    [
+        (("2.11.0", None), ("2.11.1+cu130", "13.0")),
+        (("2.11.0", "13.0"), ("2.11.2", "13.1")),
+        (("2.11.0+cpu", None), ("2.11.0.post1", None)),
+        (("2.16.0a0+git1234567", None), ("2.16.0a0+git1234567", None)),
+    ],
 )
 def test_another_patch_release_is_served(monkeypatch, built, running):
     monkeypatch.setattr(_build, "torch", built[0])
@@ -119,6 +130,25 @@ def test_no_compiler(compiler, path):
     environment = {"PATH": path, "CXX": ""} if path else {"CXX": compiler}
     result = setup("build_ext", FORCE_CPU="1", **environment)
     assert_ends(result, f"no C++ compiler {compiler}", "install one", "CXX")
+
+
+@FROM_SOURCE
+@pytest.mark.skipif(not shutil.which("clang++"), reason="needs clang")
+def test_a_build_by_clang(tmp_path):
+    """Whose calls of OpenMP are not those of the library that torch has loaded."""
+    copy(tmp_path / "tree")
+    install(tmp_path / "tree", tmp_path / "site", FORCE_CPU="1", CC="clang", CXX="clang++")
+    program = """
+        import activations_cuda, torch
+        assert activations_cuda.build_info()["compiler"].startswith("clang ")
+        x = torch.randn(1_000_003, requires_grad=True)
+        y = activations_cuda.hardtanh(x)
+        y.sum().backward()
+        assert torch.equal(y, torch.nn.functional.hardtanh(x))
+        assert torch.equal(x.grad, (x.abs() < 1).float())
+    """
+    result = run(sys.executable, "-c", textwrap.dedent(program), cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert result.returncode == 0, result.stderr
 
 
 def toolkit(folder, release, *archs):

@@ -134,13 +134,12 @@ void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parame
   if (output.numel() == 0) {
     return;
   }
-  const auto [source, rows] = source_of(self, output);
-  AT_DISPATCH_FLOATING_TYPES_AND2(
-      at::kHalf, at::kBFloat16, output.scalar_type(), Op::name, [&, &source = source, &rows = rows] {
-        Backend::forward(
-            output, typename Op::template Activation<scalar_t, Backend::device>(parameters...), const_data<scalar_t>(source),
-            rows, mutable_data<scalar_t>(output), mask, output.numel());
-      });
+  const Source source = source_of(self, output);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, output.scalar_type(), Op::name, [&] {
+    Backend::forward(
+        output, typename Op::template Activation<scalar_t, Backend::device>(parameters...), const_data<scalar_t>(source.tensor),
+        source.rows, mutable_data<scalar_t>(output), mask, output.numel());
+  });
 }
 
 template <class Op, class Backend, class... Parameters>

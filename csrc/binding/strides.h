@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
-#include <tuple>
 
 #include "../kernels.h"
 
@@ -94,9 +93,14 @@ inline std::optional<Rows> rows_of(const at::Tensor& input, const at::Tensor& ou
   return Rows{length, pitch == 0 ? length : pitch};
 }
 
-// The tensor to read and the rows its elements lie in: the input itself where it is dense or in rows, else the output, which
-// gets a copy of the input that the kernel rewrites in place.
-inline std::tuple<at::Tensor, Rows> source_of(const at::Tensor& input, const at::Tensor& output) {
+// A tensor to read, and the rows that its elements lie in.
+struct Source {
+  at::Tensor tensor;
+  Rows rows;
+};
+
+// The input itself where it is dense or in rows, else the output, which gets a copy of the input that the kernel rewrites in place.
+inline Source source_of(const at::Tensor& input, const at::Tensor& output) {
   const Rows dense = {input.numel(), input.numel()};
   if (input.is_non_overlapping_and_dense()) {
     return {input, dense};
