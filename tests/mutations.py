@@ -21,7 +21,7 @@ import torch
 from trees import copy, install, run
 
 TESTS = [  # the quick ones first
-    f"test_{name}.py" for name in ("mask", "errors", "cuda", "exact", "inplace", "load", "guards", "exhaustive", "properties")
+    f"test_{name}.py" for name in ("mask", "errors", "strides", "cuda", "exact", "inplace", "load", "guards", "exhaustive", "properties")
 ]
 
 
@@ -39,6 +39,7 @@ class Mutant:
 ACTIVATIONS = "csrc/activations.h"
 STRIDES = "csrc/binding/strides.h"
 ARGUMENTS = "csrc/binding/arguments.h"
+AUTOGRAD = "csrc/binding/autograd.cpp"
 MASK = "csrc/mask.h"
 PACKED = "csrc/binding/packed.h"
 CPU = "csrc/cpu/kernels.cpp"
@@ -56,6 +57,11 @@ SHARED = [
     Mutant("threshold: inside at it", ACTIVATIONS, "negation(x <= threshold)", "negation(x < threshold)"),
     Mutant("affine: not inside below 1/2", ACTIVATIONS, "(y > T(0)) & (y < T(1))", "(y > T(0.5)) & (y < T(1))"),
     Mutant("rows that step unevenly", STRIDES, "stride == next)", "true)"),
+    Mutant("dimensions joined for the gradient alone", STRIDES, "mask_stride == walk.mask[inner] * walk.size[inner]", "true"),
+    Mutant("strides that are not dense", STRIDES, "if (strides[dim] != next) {", "if (false) {"),
+    Mutant("the gradient's layout first for all", AUTOGRAD, "rule.reads_gradient_first ?", "true ?"),
+    Mutant("the input's layout for all", AUTOGRAD, "derivative.saves == Saves::output ? output : self", "self"),
+    Mutant("the written tensor's layout for all", AUTOGRAD, "derivative.saves == Saves::input ? ordered : self", "self"),
     Mutant("a mask of any length", ARGUMENTS, "mask.sym_numel() == bytes", "true"),
     Mutant("a mask of any strides", ARGUMENTS, "&& mask.is_contiguous()", ""),
     Mutant("a mask of any dtype", ARGUMENTS, "mask.scalar_type() == at::kByte", "true"),
@@ -79,6 +85,8 @@ ON = {
         Mutant("a slope of 0 multiplies", CPU, "if (slope == 0) {", "if (false) {"),
         Mutant("a half type's slope outside", CPU, "multiplies(inside) || multiplies(outside)", "multiplies(inside)"),
         Mutant("rows without their pitch", CPU, "row * rows.pitch + column", "row * rows.length + column"),
+        Mutant("a walk that doesn't go back", CPU, "      offset -= at[dim] * walk.grad[dim];\n", ""),
+        Mutant("a walk in steps of one", CPU, "grad[offset + k * walk.grad[0]]", "grad[offset + k]"),
         Mutant("the last block is left out", PACKED, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
         Mutant("a thread begins one late", PACKED, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),
         Mutant("hardsigmoid: a sixth as on CUDA", ACTIVATIONS, "return x / T(6);", "return x * T(1.0f / 6.0f);"),
@@ -103,7 +111,9 @@ ON = {
         Mutant("aligned where it is not", CUDA, "% kVectorBytes == 0;", "% 8 == 0;"),
         Mutant("no shift within a word", CUDA, "shift % sizeof(unsigned int) * 8", "0"),
         Mutant("a vector past the end of its row", CUDA, "is_between && rest >= size", "is_between"),
-        Mutant("a reciprocal rounded down", CUDA, "(31 + shift_)) + rows.length - 1)", "(31 + shift_)))"),
+        Mutant("a reciprocal rounded down", CUDA, "(31 + shift_)) + divisor - 1)", "(31 + shift_)))"),
+        Mutant("a walk that runs past its dimension", CUDA, "if (--*rest > 0) {", "if (--*rest >= 0) {"),
+        Mutant("a walk's tail is not stored", CUDA, "if (first + i < n) {\n      y", "if (first + i + 1 < n) {\n      y"),
         Mutant("too few blocks", CUDA, "blocks<scalar_t, vectors.value>(n)", "blocks<scalar_t, 2>(n)"),
         Mutant("32-bit indices", CUDA, "return (piece *", "return static_cast<int>(piece *"),
         Mutant("a slope of 0 multiplies", CUDA, "slope == 0 ? scalar_t(0) : scaled", "scaled"),

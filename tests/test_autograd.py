@@ -85,6 +85,8 @@ def test_output_is_not_a_leaf_and_names_its_function(device):
     x = torch.randn(3, device=device, requires_grad=True)
     y = torch.ops.fastact.hardsigmoid(x)
     assert y.grad_fn.name() == "MaskedScaleBackward"
+    assert repr(y.grad_fn).startswith("<MaskedScaleBackward object at ")
+    assert y.grad_fn.next_functions[0][0].variable is x
     assert not torch.ops.fastact.hardsigmoid(x.detach()).requires_grad
 
 

@@ -180,6 +180,16 @@ def test_an_undefined_gradient_stays_undefined(device):
         assert x.grad is None
 
 
+@pytest.fixture
+def fallbacks_warn():
+    """Where vmap has no rule for an op, and calls it for one example after the other."""
+    torch._C._debug_only_display_vmap_fallback_warnings(True)
+    yield
+    torch._C._debug_only_display_vmap_fallback_warnings(False)
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+@pytest.mark.usefixtures("fallbacks_warn")
 @pytest.mark.parametrize("row", FAMILY, ids=str)
 def test_batched_gradients(row, device):
     x, _ = leaf_and_gradient(row, device)

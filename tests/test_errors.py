@@ -22,6 +22,16 @@ def test_min_above_max(device):
         ops.hardtanh_with_mask(x, 2.0, -1.0)
 
 
+@pytest.mark.parametrize("what, kind", [([1.0], "list"), (None, "NoneType"), ("x", "str"), (1.0, "float")])
+@pytest.mark.parametrize("row", FAMILY, ids=str)
+def test_what_is_no_tensor(row, what, kind):
+    parameters = {"alpha": row.parameters[0], "beta": row.parameters[1]} if row.overload == "affine" else row.parameters
+    args, kwargs = ((), parameters) if isinstance(parameters, dict) else (parameters, {})
+    for inplace in (False, True):
+        with pytest.raises(TypeError, match=rf"^{row.name}\w*: expected a tensor, got {kind}$"):
+            getattr(activations_cuda, row.name)(what, *args, inplace=inplace, **kwargs)
+
+
 @pytest.mark.parametrize("row", [row for row in FAMILY if row.parameters and row.overload == "default"], ids=str)
 def test_a_tensor_that_is_no_number(row, device):
     function = getattr(activations_cuda, row.name)
