@@ -1,6 +1,6 @@
 """Puts the family in the place of PyTorch's own activations: in a model's modules, or in the functions that it calls."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
 from inspect import signature
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from activations_cuda import _C
-from activations_cuda.replacements import FUNCTIONS, OURS, functions, original_of, replacement_for
+from activations_cuda.replacements import FUNCTIONS, OURS, functions, is_replaced, original_of, replace, restore
 from activations_cuda.survey import Survey, log, summary
 
 __all__ = ["ConvertMode", "convert", "converted", "revert"]
@@ -106,12 +106,12 @@ def convert(
 def _convert_what_pays(model, classes, args, kwargs):
     """The modules that it converted; all others are PyTorch's own then."""
     survey = Survey(model, args, kwargs, frozenset(FUNCTIONS[kind] for kind in classes))
-    for module in survey.candidates:
-        names = {function for owner, function in survey.chosen if owner is module}
-        module.__class__ = replacement_for(module, names) or original_of(type(module))
     for line in summary(survey.decisions()):
         log.info("convert: %s", line)
-    return [module for module in survey.candidates if type(module) is not original_of(type(module))]
+    names = defaultdict(set)
+    for module, function in survey.chosen:
+        names[module].add(function)
+    return [module for module in survey.candidates if replace(module, names[module])]
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -127,10 +127,10 @@ def revert(model: nn.Module) -> nn.Module:
         TypeError: not a module.
     """
     check_model("revert", model)
-    found = [module for module in model.modules() if original_of(type(module)) is not type(module)]
+    found = list(filter(is_replaced, model.modules()))
     log.info("revert: %s", _counted(map(type, found)) or "nothing")
     for module in found:
-        module.__class__ = original_of(type(module))
+        restore(module)
     return model
 
 
@@ -147,7 +147,7 @@ def converted(model: nn.Module) -> Counter[str]:
         TypeError: not a module.
     """
     check_model("converted", model)
-    return Counter(type(module).__name__ for module in model.modules() if original_of(type(module)) is not type(module))
+    return Counter(type(module).__name__ for module in filter(is_replaced, model.modules()))
 
 
 class ConvertMode(TorchFunctionMode):

@@ -50,7 +50,7 @@ class CallsOurs(modules.Packed):
 
     original: type
     names: frozenset[str]
-    attributes: frozenset[str]
+    held: dict[str, Any]  # functions that the module holds, as they were
 
     def _get_name(self):
         return f"{self.original.__name__}[{', '.join(f'activations_cuda.{name}' for name in sorted(self.names))}]"
@@ -60,73 +60,61 @@ class CallsOurs(modules.Packed):
         make, arguments, *rest = super().__reduce_ex__(protocol)
         if make is not copyreg.__newobj__ or arguments[0] is not type(self):
             return make, arguments, *rest
-        return _new, (self.original, self.names, self.attributes, *arguments[1:]), *rest
+        return _new, (self.original, self.names, *arguments[1:]), *rest
 
 
-def _new(original, names, attributes, *arguments):
-    kind = _class_that_calls_ours(original, names, attributes) or original
+def _new(original, names, *arguments):
+    kind = _class_that_calls_ours(original, names)
     return kind.__new__(kind, *arguments)
 
 
 def original_of(kind: type) -> type:
-    """The class that a module had before conversion."""
+    """The class that a module had before it was replaced."""
     return kind.original if issubclass(kind, CallsOurs) else PYTORCHS.get(kind, kind)
 
 
-def replacement_for(module: nn.Module, names: Iterable[str]) -> type | None:
-    """A class with which the module calls this package's functions of these names, or None where it calls none of them itself."""
-    original = original_of(type(module))
+def is_replaced(module: nn.Module) -> bool:
+    return original_of(type(module)) is not type(module)
+
+
+def restore(module: nn.Module) -> None:
+    """Make a module what it was before `replace`."""
+    if isinstance(module, CallsOurs):
+        vars(module).update(vars(module).pop("held"))
+    module.__class__ = original_of(type(module))
+
+
+def replace(module: nn.Module, names: Iterable[str]) -> bool:
+    """Make a module call this package's functions of these names, and PyTorch's of others; whether it calls any of them itself."""
+    restore(module)
+    names, original = frozenset(names), type(module)
     if original in OURS:
-        return OURS[original] if FUNCTIONS[original] in names else None
-    names = frozenset(names)
-    if not names:
-        return None
-    rebind = _Rebinding(names)
-    attributes = frozenset(name for name, value in vars(module).items() if rebind(value) is not value)
-    return _class_that_calls_ours(original, names, attributes)
+        if FUNCTIONS[original] in names:
+            module.__class__ = OURS[original]
+    elif names:
+        rebind = _Rebinding(names)
+        held = {name: value for name, value in vars(module).items() if rebind(value) is not value}
+        if held or _methods(original, names):
+            module.__class__ = _class_that_calls_ours(original, names)
+            vars(module).update({name: rebind(value) for name, value in held.items()}, held=held)
+    return is_replaced(module)
 
 
 @cache
-def _class_that_calls_ours(original, names, attributes):
+def _methods(original, names):
+    """Of those that a class has, copies that call ours."""
     rebind = _Rebinding(names)
-    members = {}
-    for kind in original.__mro__:
-        if kind is nn.Module:
-            break
-        for name in vars(kind):
-            member = inspect.getattr_static(original, name)
-            if rebind(member) is not member:
-                members[name] = rebind(member)
-    for name in attributes:
-        members[name] = _Attribute(name, rebind)
-    if not members:
-        return None
-    facts = {"original": original, "names": names, "attributes": attributes, "__module__": original.__module__}
-    kind = type(original)(original.__name__, (CallsOurs, original), {**members, **facts, "__doc__": original.__doc__})
+    kinds = original.__mro__[: original.__mro__.index(nn.Module)]
+    members = {name: inspect.getattr_static(original, name) for kind in kinds for name in vars(kind)}
+    return {name: rebind(member) for name, member in members.items() if rebind(member) is not member}
+
+
+@cache
+def _class_that_calls_ours(original, names):
+    facts = {"original": original, "names": names, "__module__": original.__module__, "__doc__": original.__doc__}
+    kind = type(original)(original.__name__, (CallsOurs, original), {**_methods(original, names), **facts})
     kind.__qualname__ = original.__qualname__
     return kind
-
-
-class _Attribute:
-    """A function that a module holds: it stays as it is, and what is called is ours."""
-
-    def __init__(self, name, rebind):
-        self.name = name
-        self.rebind = rebind
-
-    def __get__(self, module, kind=None):
-        if module is None:
-            return self
-        try:
-            return self.rebind(module.__dict__[self.name])
-        except KeyError:
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {self.name!r}") from None
-
-    def __set__(self, module, value):
-        module.__dict__[self.name] = value
-
-    def __delete__(self, module):
-        del module.__dict__[self.name]
 
 
 class _Namespace(types.ModuleType):

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from activations_cuda import functional
-from activations_cuda.replacements import FUNCTIONS, functions, original_of, replacement_for
+from activations_cuda.replacements import FUNCTIONS, functions, original_of, replace
 
 log = logging.getLogger("activations_cuda")
 
@@ -152,29 +152,19 @@ def _packed(func, name, args, kwargs):
 
 @contextmanager
 def _unchanged(model):
-    """Whatever a forward pass leaves in the model's modules, fake tensors above all, is gone afterwards."""
-    held = [vars(module) for module in model.modules()]
-    held += [value for values in held for value in values.values() if isinstance(value, dict)]
+    """Whatever becomes of the model's modules meanwhile, and a forward pass may leave fake tensors in them, they are what they were."""
+    classes = {module: type(module) for module in model.modules()}
+    held = [vars(module) for module in classes]
+    held += [values for each in held for values in each.values() if isinstance(values, dict)]
     before = [dict(values) for values in held]
     try:
         yield
     finally:
+        for module, kind in classes.items():
+            module.__class__ = kind
         for values, old in zip(held, before, strict=True):
             values.clear()
             values.update(old)
-
-
-@contextmanager
-def _all_converted(model, names):
-    """Yields the modules that can be converted, while they are."""
-    classes = {module: type(module) for module in model.modules()}
-    try:
-        for module in classes:
-            module.__class__ = replacement_for(module, names) or original_of(type(module))
-        yield {module for module in classes if type(module) is not original_of(type(module))}
-    finally:
-        for module, kind in classes.items():
-            module.__class__ = kind
 
 
 @contextmanager
@@ -205,9 +195,8 @@ class Survey:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]) -> None:
         self.names = {module: name for name, module in model.named_modules()}
-        with ExitStack() as stack:
-            stack.enter_context(_unchanged(model))
-            self.candidates = stack.enter_context(_all_converted(model, names))
+        with _unchanged(model):
+            self.candidates = {module for module in self.names if replace(module, names)}
             self._run(model, args, kwargs)
         self.considered = names
         self.chosen = self._choose()

@@ -25,7 +25,7 @@ TIME_AT_MOST, MEMORY_AT_MOST = 1.005, 1.0  # of the best
 
 
 def measure(name, model):
-    before, after = both(model)
+    before, after = both(model, torch.bfloat16)
     batch = normal(model.shape, next(before.parameters()).dtype)
     contenders = {
         "as it comes": (before, torch.compile),

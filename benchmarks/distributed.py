@@ -23,7 +23,7 @@ from tqdm import tqdm
 import activations_cuda
 from activations_cuda.demo import has_gpu
 from benchmarks import record
-from benchmarks.models import IMAGE, compare, first_loss, from_torchvision, is_short, mlp, table
+from benchmarks.models import IMAGE, compare, from_torchvision, is_short, mlp, same, table
 from benchmarks.timing import StepClock, alternate
 
 RANKS = 2
@@ -64,26 +64,28 @@ CASES = [
 
 
 class Training:
-    """A parallel model, its optimizer and a batch. Calling it takes a step and returns the loss."""
+    """A parallel model, its optimizer and a batch. Calling it takes a step and notes the loss."""
 
     def __init__(self, case, model, batch):
+        self.losses = []
         before = torch.cuda.memory_allocated()
         device = batch.device.type
         self.model = case.parallelize(model.to(device).train())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         self.batch = batch
         self.autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=case.autocast)
-        self.first_loss = first_loss(self)
+        self()  # allocates the optimizer's state
         self.held = torch.cuda.memory_allocated() - before  # between steps
 
     def __call__(self):
+        torch.manual_seed(len(self.losses))  # dropout is the same in either training
         with self.autocast:
             outputs = self.model(self.batch)
             loss = F.cross_entropy(outputs, torch.zeros(len(outputs), dtype=torch.long, device=outputs.device))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        self.losses.append(loss.detach())
 
     def peak(self, other):
         """The most memory that a step needs, without what the other training holds."""
@@ -106,13 +108,16 @@ def measure(case, device, clock):
     converted = activations_cuda.convert(copy.deepcopy(model))
     before, after = trainings = [Training(case, m, batch) for m in (model, converted)]
     times = alternate(clock, *trainings)
+    peaks = before.peak(after), after.peak(before)
+    equal = same(trainings)
     return {
         "model": case.model,
         "dtype": "bfloat16",
         "mode": case.parallel,
         "batch": case.shape[0],
-        "first_loss_equal": on_all_ranks(torch.equal(before.first_loss, after.first_loss)),
-        **compare(*times, before.peak(after), after.peak(before)),
+        "steps": equal["steps"],
+        **{what: on_all_ranks(equal[what]) for what in ("losses_equal", "weights_equal")},
+        **compare(*times, *peaks),
         "time_at_most": None,
         "memory_at_most": None,
     }

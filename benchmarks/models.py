@@ -1,8 +1,8 @@
 """Trains real models for a few steps on the GPU at hand, as they come and converted: step time and peak memory of both.
 A compiled step's time is that of its CUDA graph.
 
-Writes benchmarks/results/<device>-models.json and draws it. Exits with 1 where a row misses its bound or, in eager mode, the
-first loss differs. Names of models on the command line run those alone; the other models' results of the same commit stay.
+Converted means convert(model, example_inputs=batch). Writes benchmarks/results/<device>-models.json and draws it. Exits with 1 where
+a row misses its bound or, in eager mode, any loss or any weight differs after all the steps of a row. Names of models on the command line run those alone; the other models' results of the same commit stay.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 import activations_cuda
-from activations_cuda.conversion import BY_DEFAULT
 from activations_cuda.demo import has_gpu
 from benchmarks import record
 from benchmarks.plot import draw_models
@@ -30,10 +30,10 @@ GIB = 2**30
 CAP = 8 * GIB  # of memory, for the question how large a batch may be
 
 
-def from_torchvision(name):
+def from_torchvision(name, **options):
     import torchvision
 
-    return torchvision.models.get_model(name)
+    return torchvision.models.get_model(name, **options)
 
 
 def mlp(width=4096):
@@ -70,19 +70,21 @@ class SpeechFrontEnd(nn.Module):
 class Model:
     create: Callable
     shape: tuple  # of a batch
-    classes: tuple = BY_DEFAULT
-    compiled: bool = True  # whether to measure it under torch.compile too
+    compiled: bool = False  # whether to measure it under torch.compile too
 
 
 IMAGE = 3, 224, 224
 MODELS = {
-    "mobilenet_v2": Model(lambda: from_torchvision("mobilenet_v2"), (256, *IMAGE)),
+    "mobilenet_v2": Model(lambda: from_torchvision("mobilenet_v2"), (256, *IMAGE), compiled=True),
     "mobilenet_v3_large": Model(lambda: from_torchvision("mobilenet_v3_large"), (256, *IMAGE)),
     "timm efficientnet_lite0": Model(lambda: from_timm("efficientnet_lite0"), (256, *IMAGE)),
     "speech front end": Model(SpeechFrontEnd, (64, 1, 161, 800)),
-    # What decides which classes convert by default.
-    "resnet50, its ReLU": Model(lambda: from_torchvision("resnet50"), (128, *IMAGE), (nn.ReLU,), compiled=False),
-    "timm darknet53": Model(lambda: from_timm("darknet53"), (64, *IMAGE), compiled=False),
+    "timm darknet53": Model(lambda: from_timm("darknet53"), (64, *IMAGE)),
+    # ReLU, in modules and in functions: most of it costs nothing, and what does is found.
+    "squeezenet1_1": Model(lambda: from_torchvision("squeezenet1_1"), (256, *IMAGE)),
+    "timm ghostnet_100": Model(lambda: from_timm("ghostnet_100"), (256, *IMAGE)),
+    "googlenet": Model(lambda: from_torchvision("googlenet", aux_logits=False, init_weights=False), (256, *IMAGE)),
+    "resnet50": Model(lambda: from_torchvision("resnet50"), (128, *IMAGE)),
 }
 
 # At most this much of the time and of the memory of the model as it comes.
@@ -94,24 +96,32 @@ OWED = {
 }
 
 
+def autocast(dtype):
+    return nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype=dtype)
+
+
 class Training:
-    """A model, its optimizer and one batch. Calling it takes a step and returns the loss."""
+    """A model, its optimizer and one batch. Calling it takes a step and notes the loss."""
 
     def __init__(self, model, batch, dtype, compile=None):
+        self.losses = []
         self.model = model.cuda().to(memory_format=torch.channels_last).train()
         self.forward = compile(self.model) if compile else self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         self.batch = batch
-        self.autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype=dtype)
+        self.autocast = autocast(dtype)
+        self.reseeds = compile is None  # what is captured has its own
 
     def __call__(self):
+        if self.reseeds:
+            torch.manual_seed(len(self.losses))  # dropout is the same in either training
         with self.autocast:
             outputs = self.forward(self.batch)
             loss = F.cross_entropy(outputs, torch.zeros(len(outputs), dtype=torch.long, device="cuda"))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        self.losses.append(loss.detach())
 
     def held(self):
         """The bytes of what stays between steps: parameters with their momentum, buffers."""
@@ -137,16 +147,29 @@ def normal(shape, dtype=torch.float32):
     return batch.to(memory_format=torch.channels_last) if batch.dim() == 4 else batch
 
 
-def both(model):
+def both(model, dtype):
     """The model as it comes, and converted, with the same weights."""
     torch.manual_seed(0)
-    before = model.create()
-    return before, activations_cuda.convert(copy.deepcopy(before), model.classes)
+    before = model.create().cuda().to(memory_format=torch.channels_last).train()
+    batch = torch.empty(model.shape, device="meta")
+    with autocast(dtype):
+        return before, activations_cuda.convert(copy.deepcopy(before), example_inputs=(batch,))
 
 
-def first_loss(training):
-    torch.manual_seed(1)  # for dropout
-    return training()
+def local(tensor):
+    """What this process has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def same(trainings):
+    """Whether every loss so far is the same to the bit, and whether every weight and buffer now is."""
+    losses = [torch.stack(training.losses) for training in trainings]
+    states = [training.model.state_dict().values() for training in trainings]
+    return {
+        "steps": len(losses[0]),
+        "losses_equal": torch.equal(*losses),
+        "weights_equal": all(torch.equal(*map(local, pair)) for pair in zip(*states, strict=True)),
+    }
 
 
 def compare(before, after, peak_before, peak_after):
@@ -165,8 +188,9 @@ def compare(before, after, peak_before, peak_after):
 def measure(name, model, dtype, compiled):
     torch._dynamo.reset()
     batch = normal(model.shape)
-    before, after = trainings = [Training(m, batch, dtype, torch.compile if compiled else None) for m in both(model)]
-    equal = torch.equal(*(first_loss(training) for training in trainings))
+    before, after = trainings = [Training(m, batch, dtype, torch.compile if compiled else None) for m in both(model, dtype)]
+    for training in trainings:
+        training()  # allocates the optimizer's state
     peaks = before.peak([after]), after.peak([before])  # now: captured graphs hold memory of their own
     times = alternate(StepClock(), *(map(captured, trainings) if compiled else trainings))
     key = name, str(dtype).removeprefix("torch."), "compiled" if compiled else "eager"
@@ -174,7 +198,7 @@ def measure(name, model, dtype, compiled):
     return {
         **dict(zip(("model", "dtype", "mode"), key, strict=True)),
         "batch": model.shape[0],
-        "first_loss_equal": None if compiled else equal,  # compiled code may differ in the last bit
+        **({} if compiled else same(trainings)),  # compiled code may differ in the last bit
         **compare(*times, *peaks),
         "time_at_most": time_at_most,
         "memory_at_most": memory_at_most,
@@ -208,7 +232,7 @@ def batches(name):
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(CAP / total)
-    before, after = map(largest_batch, both(MODELS[name]))
+    before, after = map(largest_batch, both(MODELS[name], torch.float32))
     torch.cuda.set_per_process_memory_fraction(1.0)
     return {"model": name, "dtype": "float32", "mode": "eager", "cap_gib": CAP / GIB, "before": before, "after": after}
 
@@ -218,8 +242,13 @@ def missed(row):
     return [what for what in ("time", "memory") if row[f"{what}_at_most"] and row[what] > row[f"{what}_at_most"]]
 
 
+def differs(row):
+    """What of an eager row's training differs."""
+    return [what for what in ("losses", "weights") if row.get(f"{what}_equal") is False]
+
+
 def is_short(row):
-    return bool(missed(row)) or row["first_loss_equal"] is False
+    return bool(missed(row)) or differs(row)
 
 
 def table(rows):
@@ -228,7 +257,7 @@ def table(rows):
         [
             *(row[column] for column in columns),
             "-".join(map(str, row["spread"])),
-            "LOSS DIFFERS" if row["first_loss_equal"] is False else "",
+            f"{' and '.join(differs(row)).upper()} DIFFER" if differs(row) else "",
             " and ".join(f"{what.upper()} ABOVE {row[f'{what}_at_most']}" for what in missed(row)),
         ]
         for row in rows
