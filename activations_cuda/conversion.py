@@ -15,8 +15,7 @@ from activations_cuda.survey import Survey, log, summary
 
 __all__ = ["ConvertMode", "convert", "converted", "revert"]
 
-# PyTorch's ReLU saves its output for backward, which the next layer mostly saves too. There one bit per element is not in the place
-# of an activation but on top of one.
+# PyTorch's ReLU saves its output for backward, which the next layer usually saves too. There the bits would be pure overhead.
 BY_DEFAULT = tuple(kind for kind, name in FUNCTIONS.items() if _C.saves[name] != "output")
 
 
@@ -56,23 +55,23 @@ def convert(
 ) -> nn.Module:
     """Let a model's activations save one bit per element for backward: the same numbers, in less memory.
 
-    Works in place, and only the class of a module changes: shared modules stay shared; hooks, the training flag and whatever else a
-    module holds stay. :func:`revert` undoes it.
+    Works in place and changes the modules' classes only: shared modules stay shared, and hooks, the training flag, parameters
+    and buffers stay. :func:`revert` undoes it.
 
-    With ``example_inputs`` one forward pass on fake tensors, which needs no GPU, no memory and about a second, finds out which layers
-    save which tensors, and exactly those modules are converted whose conversion lowers what is saved. That reaches modules of any
-    class whose code calls one of PyTorch's activation functions, ReLU among them. What decides is what autograd does in the
-    state that the model and the caller are in: training mode, parameters that require grad, autocast.
+    With ``example_inputs``, one forward pass on fake tensors finds out which layers save which tensors, and exactly those
+    modules are converted whose conversion lowers what autograd saves. The pass needs no GPU, no memory and about a second. It
+    reaches modules of any class whose code calls one of PyTorch's activation functions, relu included. Training mode, frozen
+    parameters and autocast count as they are around the call.
 
-    Without them, modules of exactly the classes of torch.nn are converted, but for those that mostly cost nothing, since what
-    PyTorch's save the next layer saves anyway: ReLU, and LeakyReLU in place.
+    Without ``example_inputs``, modules of exactly these classes of torch.nn are converted, except LeakyReLU in place: like
+    ReLU, it saves its output, which the next layer usually saves too.
 
     Args:
         model: any module, an activation itself included.
-        classes: the classes of torch.nn to convert, with ``example_inputs`` the functions that they call. By default Hardshrink,
-            Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with ``example_inputs`` also ReLU.
-        example_inputs: a tuple of the arguments of a forward pass, a dict of keyword arguments, or one tensor. Of tensors only
-            shape, strides, dtype and requires_grad matter: they may be on the meta device, and so may the model.
+        classes: the classes of torch.nn to convert; with ``example_inputs``, the functions of the same names too. By default
+            Hardshrink, Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with ``example_inputs``, also ReLU.
+        example_inputs: a tuple of the arguments of a forward pass, a dict of keyword arguments, or one tensor. Of tensors, only
+            shapes, strides, dtypes and requires_grad matter: they may be on the meta device, and so may the model.
 
     Returns:
         The model. What was converted, and with ``example_inputs`` what was left alone and why, is logged (level INFO);
@@ -80,7 +79,8 @@ def convert(
 
     Raises:
         TypeError: not a module.
-        ValueError: a class that isn't in the family, or ``classes`` of which the model has none to convert.
+        ValueError: a class that isn't in the family, or ``classes`` were named and the model has none of them to convert.
+        RuntimeError: the forward pass depends on the values of tensors on the meta device.
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
@@ -99,12 +99,14 @@ def convert(
     if named and not found:
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
         wanted = ", ".join(kind.__name__ for kind in named)
-        raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {others or 'no activation of the family'}")
+        raise ValueError(
+            f"convert: expected a model with {wanted} to convert, got one with {others or 'no activation of the family'}"
+        )
     return model
 
 
 def _convert_what_pays(model, classes, args, kwargs):
-    """The modules that it converted; all others are PyTorch's own then."""
+    """Converts what pays, reverts the rest, and returns the converted modules."""
     survey = Survey(model, args, kwargs, frozenset(FUNCTIONS[kind] for kind in classes))
     for line in summary(survey.decisions()):
         log.info("convert: %s", line)
@@ -115,7 +117,7 @@ def _convert_what_pays(model, classes, args, kwargs):
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo :func:`convert`: every module is of the class again that it was.
+    """Undo :func:`convert`: every module has its own class again.
 
     Args:
         model: any module, converted or not.
@@ -170,8 +172,10 @@ class ConvertMode(TorchFunctionMode):
         super().__init__()
         named = BY_DEFAULT if classes is None else _check_classes("ConvertMode", classes)
         self.functions = functions(frozenset(FUNCTIONS[kind] for kind in named))
-        self.left_in_place = frozenset() if classes else frozenset(
-            name for name in map(FUNCTIONS.get, named) if not _pays_by_default(name, inplace=True)
+        self.left_in_place = (
+            frozenset()
+            if classes
+            else frozenset(name for name in map(FUNCTIONS.get, named) if not _pays_by_default(name, inplace=True))
         )
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -113,7 +113,7 @@ def memory_report(model: nn.Module, *example_inputs: Any, **keyword_inputs: Any)
     check_model("memory_report", model)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     survey = Survey(model, example_inputs, keyword_inputs, frozenset(FUNCTIONS.values()))
-    before, after = survey.kept(frozenset()), survey.kept(survey.chosen)
+    before, after = survey.saved(frozenset()), survey.saved(survey.chosen)
     layers = tuple(
         LayerMemory(name, original_of(type(module)).__name__, before[module], after[module])
         for module, name in survey.names.items()

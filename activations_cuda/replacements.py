@@ -1,8 +1,8 @@
-"""What stands in the place of PyTorch's own: a class for each of its modules, a function for each of its functions, and for a module
-of anybody's whose code calls those functions, a class of its own whose code calls ours.
+"""What replaces PyTorch's activations: a class for each of its modules, a function for each of its functions, and for any other
+module whose code calls those functions, a subclass of its own class whose code calls ours.
 
-Such a class is the module's own, with every method that calls one of PyTorch's activation functions exchanged for a copy that calls
-ours. A call costs what it did: nothing is intercepted.
+In such a subclass, each method that calls one of PyTorch's activation functions is a copy that calls ours. Nothing is
+intercepted at run time, so a call costs no more than before.
 """
 
 import copyreg
@@ -12,7 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -46,17 +46,17 @@ def functions(names: frozenset[str]) -> dict[Callable[..., Any], Callable[..., A
 
 
 class CallsOurs(modules.Packed):
-    """What the classes below have in common."""
+    """The common base of these subclasses."""
 
     original: type
     names: frozenset[str]
-    held: dict[str, Any]  # functions that the module holds, as they were
+    _replaced_functions: dict[str, Any]  # attributes of the module, as they were
 
     def _get_name(self):
         return f"{self.original.__name__}[{', '.join(f'activations_cuda.{name}' for name in sorted(self.names))}]"
 
     def __reduce_ex__(self, protocol):
-        """Their class is made anew where they are copied or loaded, since no module holds it."""
+        """Copying and loading create the class again: it isn't an attribute of any Python module."""
         make, arguments, *rest = super().__reduce_ex__(protocol)
         if make is not copyreg.__newobj__ or arguments[0] is not type(self):
             return make, arguments, *rest
@@ -80,29 +80,30 @@ def is_replaced(module: nn.Module) -> bool:
 def restore(module: nn.Module) -> None:
     """Make a module what it was before `replace`."""
     if isinstance(module, CallsOurs):
-        vars(module).update(vars(module).pop("held"))
+        vars(module).update(vars(module).pop("_replaced_functions"))
     module.__class__ = original_of(type(module))
 
 
 def replace(module: nn.Module, names: Iterable[str]) -> bool:
-    """Make a module call this package's functions of these names, and PyTorch's of others; whether it calls any of them itself."""
+    """Make a module call this package's functions of these names, and PyTorch's for all others. Return whether it calls any."""
     restore(module)
-    names, original = frozenset(names), type(module)
+    names, original = frozenset(names), cast(Any, type(module))
     if original in OURS:
         if FUNCTIONS[original] in names:
             module.__class__ = OURS[original]
     elif names:
         rebind = _Rebinding(names)
-        held = {name: value for name, value in vars(module).items() if rebind(value) is not value}
-        if held or _methods(original, names):
+        attributes = {name: value for name, value in vars(module).items() if rebind(value) is not value}
+        if attributes or _methods(original, names):
             module.__class__ = _class_that_calls_ours(original, names)
-            vars(module).update({name: rebind(value) for name, value in held.items()}, held=held)
+            replaced = {name: rebind(value) for name, value in attributes.items()}
+            vars(module).update(replaced, _replaced_functions=attributes)
     return is_replaced(module)
 
 
 @cache
 def _methods(original, names):
-    """Of those that a class has, copies that call ours."""
+    """Copies of a class's methods that call ours, for those that call PyTorch's."""
     rebind = _Rebinding(names)
     kinds = original.__mro__[: original.__mro__.index(nn.Module)]
     members = {name: inspect.getattr_static(original, name) for kind in kinds for name in vars(kind)}
@@ -118,22 +119,22 @@ def _class_that_calls_ours(original, names):
 
 
 class _Namespace(types.ModuleType):
-    """A module of PyTorch's with some attributes exchanged."""
+    """A module of PyTorch's with some attributes replaced."""
 
-    def __init__(self, original, exchanged):
+    def __init__(self, original, replaced):
         super().__init__(original.__name__, original.__doc__)
-        self.__dict__.update(exchanged, __getattr__=partial(getattr, original))
+        self.__dict__.update(replaced, __getattr__=partial(getattr, original))
 
 
 @cache
 def _namespaces(names):
-    """For torch, torch.nn and torch.nn.functional one with this package's functions of these names, and the names that lead to them."""
+    """For torch, torch.nn and torch.nn.functional: a substitute with this package's functions, and the attributes that lead there."""
     table = functions(names)
 
-    def exchanged(module):
+    def replaced(module):
         return {name: table[value] for name, value in vars(module).items() if isinstance(value, Callable) and value in table}
 
-    in_functional, in_torch = exchanged(nn.functional), exchanged(torch)
+    in_functional, in_torch = replaced(nn.functional), replaced(torch)
     of_functional = _Namespace(nn.functional, in_functional)
     of_nn = _Namespace(nn, {"functional": of_functional})
     of_torch = _Namespace(torch, {**in_torch, "nn": of_nn})
@@ -148,16 +149,15 @@ FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType, types.MethodDes
 
 
 class _Rebinding:
-    """Called with something that code refers to, returns what takes its place, or itself where it leads to none of these functions."""
+    """Called with an object that code refers to, returns its replacement, or the object if it leads to none of these functions."""
 
     def __init__(self, names):
         self.suffix = "_".join(("", "activations_cuda", *sorted(names)))
-        # Which a class of a user's may inherit. ReLU6 has none of its own.
+        # A user's subclass may inherit these. ReLU6 defines none of its own.
         kinds = [kind for kind, name in FUNCTIONS.items() if name in names and "forward" in vars(kind)]
         forwards = {kind.forward: OURS[kind].forward for kind in kinds}
-        self.places = {**functions(names), **forwards}
+        self.replacements = {**functions(names), **forwards}
         self.namespaces = _namespaces(names)
-        self.done = {}
 
     def __call__(self, value):
         if isinstance(value, (staticmethod, classmethod)):
@@ -165,14 +165,12 @@ class _Rebinding:
             return value if function is value.__func__ else type(value)(function)
         if not isinstance(value, (partial, *FUNCTION_TYPES)):
             return value
-        if value in self.places:
-            return self.places[value]
-        if value not in self.done:
-            self.done[value] = value  # what leads to itself
-            self.done[value] = self.copied(value)
-        return self.done[value]
+        if value not in self.replacements:
+            self.replacements[value] = value  # for a function that leads to itself
+            self.replacements[value] = self.rebound(value)
+        return self.replacements[value]
 
-    def copied(self, value):
+    def rebound(self, value):
         if isinstance(value, partial):
             function = self(value.func)
             return value if function is value.func else partial(function, *value.args, **value.keywords)
@@ -182,18 +180,19 @@ class _Rebinding:
 
     def copy(self, function):
         scope = function.__globals__
-        exchanged = {}
+        replaced = {}
         looked_up, attributes = _names_of(function.__code__)
-        for name in looked_up - attributes:  # a name of both would be renamed in both places
-            if name in scope and (place := self.in_scope(scope[name], attributes)) is not scope[name]:
-                exchanged[name] = place
+        for name in looked_up - attributes:  # renaming a name of both would break the attribute
+            if name in scope and (new := self.in_scope(scope[name], attributes)) is not scope[name]:
+                replaced[name] = new
         closure = tuple(map(self.cell, function.__closure__ or ()))
         defaults = tuple(map(self, function.__defaults__ or ()))
-        if not exchanged and _same(closure, function.__closure__) and _same(defaults, function.__defaults__):
+        if not replaced and _same(closure, function.__closure__) and _same(defaults, function.__defaults__):
             return function
-        # Beside what they replace, under names of their own: all else that the function refers to is what it was.
-        code = _renamed(function.__code__, {name: name + self.suffix for name in exchanged})
-        scope.update({name + self.suffix: place for name, place in exchanged.items()})
+        # The replacements get new names beside the old ones, so the copy shares its globals with the original: whatever else it
+        # looks up stays live.
+        code = _renamed(function.__code__, {name: name + self.suffix for name in replaced})
+        scope.update({name + self.suffix: new for name, new in replaced.items()})
         result = types.FunctionType(code, scope, function.__name__, defaults or None, closure or None)
         result.__kwdefaults__ = function.__kwdefaults__
         result.__dict__.update(function.__dict__)
@@ -210,10 +209,10 @@ class _Rebinding:
 
     def cell(self, cell):
         try:
-            place = self(cell.cell_contents)
+            new = self(cell.cell_contents)
         except ValueError:  # nothing in it yet
             return cell
-        return cell if place is cell.cell_contents else types.CellType(place)
+        return cell if new is cell.cell_contents else types.CellType(new)
 
 
 def _same(values, others):
@@ -228,7 +227,7 @@ def _codes(code):
 
 
 def _names_of(code):
-    """The names that a function's code looks up in its module, and all other names: of attributes, of what it imports or assigns."""
+    """The names that a function's code looks up as globals, and all other names it uses: attributes, imports, assignments."""
     looked_up, others = set(), set()
     for each in _codes(code):
         for instruction in dis.get_instructions(each):

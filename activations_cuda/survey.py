@@ -1,7 +1,8 @@
-"""Who keeps what for the backward pass: one forward pass on fake tensors, which needs no GPU, no memory and next to no time.
+"""Which layers save which tensors for backward, found out by one forward pass on fake tensors: no GPU, no memory, about a
+second.
 
-Two layers that keep the same tensor keep it once. So an activation's bits are in the place of a tensor only where nobody else keeps
-that tensor, and are on top of it elsewhere: conversion has to look.
+A tensor that several layers save is saved once. So an activation's bits replace a tensor only if no other layer saves it;
+otherwise they are pure overhead.
 """
 
 import logging
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -42,8 +44,8 @@ class Decision:
         module: the module's name in the model.
         kind: the name of its class.
         function: the function that it calls, by the name it has in this package.
-        converted: whether its calls keep bits.
-        reason: in words.
+        converted: whether its calls save bits.
+        reason: why, in words.
     """
 
     module: str
@@ -59,22 +61,22 @@ class _Call:
 
     module: nn.Module
     function: str
-    bits: int | None  # bytes of them, were it converted; None where the kernels don't take its arguments
-    is_ours: bool  # it was this package's function that was called
+    bits: int | None  # how many bytes of bits it would save if converted; None if the kernels don't take its arguments
+    is_ours: bool  # this package's function was called
     saves: bool = False
 
 
 @dataclass(eq=False)
 class _Storage:
-    """A tensor's memory, and who saves it, in order: modules' names, and the activation call if it is one."""
+    """A tensor's memory and who saves it, in order: the module that is running, and the activation call if it is in one."""
 
     size: int
-    savers: list[tuple[str, _Call | None]] = field(default_factory=list)
+    savers: list[tuple[nn.Module, _Call | None]] = field(default_factory=list)
 
 
 @contextmanager
 def saved_storages(owner: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> Iterator[dict[StorageWeakRef, _Storage]]:
-    """Yields a dict that gets the storages that autograd saves, with whoever owner() names at the time, but those of some tensors."""
+    """Yields a dict that collects what autograd saves, but for some tensors, and what owner() returns each time."""
     left_out = {StorageWeakRef(tensor.untyped_storage()) for tensor in but}
     storages: dict[StorageWeakRef, _Storage] = {}
 
@@ -94,7 +96,7 @@ def _named(func):
 
 
 class _Watch(TorchFunctionMode):
-    """Runs PyTorch's function wherever an activation function is called, PyTorch's or this package's, and notes the call."""
+    """Records every call of an activation function, PyTorch's or this package's, and runs PyTorch's."""
 
     def __init__(self, running):
         super().__init__()
@@ -110,7 +112,7 @@ class _Watch(TorchFunctionMode):
         name = _named(func)
         pytorchs = getattr(nn.functional, name.removesuffix("_"), None) if name else None
         if name and (pytorchs is None or func._overloadname != "default" or not _has(pytorchs, name)):
-            return _packed(func, name, args, kwargs)  # there is nothing of PyTorch's to compare with
+            return _packed(func, name, args, kwargs)  # PyTorch has no such function
         if name:
             func, kwargs = pytorchs, kwargs | ({"inplace": True} if name.endswith("_") else {})
         if func not in self.names or "out" in kwargs:
@@ -119,19 +121,22 @@ class _Watch(TorchFunctionMode):
         self.call = _Call(self.running(), function, _bits(function, args, kwargs), is_ours=bool(name))
         self.calls.append(self.call)
         try:
-            with torch._C.DisableTorchFunction():  # or a ConvertMode around would turn it into ours
+            with torch._C.DisableTorchFunction():  # an outer ConvertMode would turn it back into ours
                 return func(*args, **kwargs)
         finally:
             self.call = None
 
 
 def _bits(name, args, kwargs):
+    """How many bytes of bits this package's function saves for such arguments, or None if it leaves them to PyTorch's op."""
     arguments = signature(getattr(functional, name)).bind(*args, **kwargs)
     arguments.apply_defaults()
     input, *parameters = (value for key, value in arguments.arguments.items() if key != "inplace" and value is not None)
+    if not isinstance(input, FakeTensor) and type(input) not in (Tensor, nn.Parameter):
+        return None
     try:
         _, mask = getattr(torch.ops.fastact, name + "_with_mask")(torch.empty_like(input, device="meta"), *parameters)
-    except (NotImplementedError, ValueError):  # PyTorch's op answers for such
+    except (NotImplementedError, ValueError):
         return None
     return mask.numel()
 
@@ -141,10 +146,10 @@ def _has(pytorchs, name):
 
 
 def _packed(func, name, args, kwargs):
-    """Makes one of this package's ops save on fake tensors what it saves on real ones; else it would be traced."""
+    """Makes one of this package's ops save on fake tensors what it saves on real ones."""
     packet = getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask", None)
     if packet is not None:
-        with suppress(NotImplementedError, ValueError):  # dtypes and parameters that PyTorch's op answers for
+        with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are left to PyTorch's op
             output, _ = getattr(packet, func._overloadname)(*args, **kwargs)
             return args[0].copy_(output) if name.endswith("_") else output
     return func(*args, **kwargs)
@@ -152,7 +157,7 @@ def _packed(func, name, args, kwargs):
 
 @contextmanager
 def _unchanged(model):
-    """Whatever becomes of the model's modules meanwhile, and a forward pass may leave fake tensors in them, they are what they were."""
+    """Restores the classes and attributes of the model's modules: a forward pass may leave fake tensors in them."""
     classes = {module: type(module) for module in model.modules()}
     held = [vars(module) for module in classes]
     held += [values for each in held for values in each.values() if isinstance(values, dict)]
@@ -169,7 +174,7 @@ def _unchanged(model):
 
 @contextmanager
 def _running_module(model):
-    """Yields a function that tells which module of `model` runs its forward."""
+    """Yields a function that returns the module of `model` whose forward is running."""
     known = set(model.modules())
     running = [model]
 
@@ -184,12 +189,13 @@ def _running_module(model):
 
 
 class Survey:
-    """What a model's modules keep, as PyTorch has it and with activations converted.
+    """What a model's modules save for backward with PyTorch's activations, and with some of them converted.
 
     Args:
-        model: the model; it stays as it is.
-        args, kwargs: of its forward pass. Tensors may be anywhere, on the meta device too. Where the pass depends on their values,
-            it is made in earnest.
+        model: the model; it is left as it is.
+        args, kwargs: the arguments of its forward pass. Tensors may be on any device, meta included. If the pass depends on
+        their
+            values, it runs on real tensors.
         names: the functions whose calls may be converted.
     """
 
@@ -213,21 +219,21 @@ class Survey:
                     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
                     return fake.requires_grad_(tensor.requires_grad)
 
-                # A model on the meta device stands for one on the CPU: attention, say, saves more on meta tensors.
+                # A model on the meta device counts as one on the CPU: attention, for example, saves more on meta tensors.
                 fakes = {name: fake_like(t) if t.is_meta else fake_mode.from_tensor(t) for name, t in state.items()}
                 self._watch(model, fakes, *tree_map_only(Tensor, fake_like, (args, kwargs)))
         except FAKES_WONT_DO as error:
             if any(tensor.is_meta for tensor in (*state.values(), *inputs)):
                 raise RuntimeError(
-                    "the model's forward pass depends on its tensors' values, which tensors on the meta device and fake ones don't "
-                    f"have ({error}): expected a model and example inputs with values"
+                    f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
+                    "inputs with values, got some on the meta device"
                 ) from error
             buffers = dict(model.named_buffers())
             with torch.random.fork_rng():
                 self._watch(model, {name: t.clone() if name in buffers else t for name, t in state.items()}, args, kwargs)
 
     def _watch(self, model, state, args, kwargs):
-        """Runs the forward pass, and notes who saves what."""
+        """Runs the forward pass and records who saves what."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
@@ -247,19 +253,19 @@ class Survey:
         self.calls = watch.calls
 
     def _unit(self, call):
-        """What is converted as one: all calls of a function in a module."""
+        """All calls of one function in one module are converted together."""
         return (call.module, call.function) if call.is_ours and call.bits is not None else None
 
     def _choose(self):
-        """The units whose conversion lowers what is kept: of all of them those leave that gain nothing, until all that stay do."""
+        """The units whose conversion lowers what is saved: all, less those that gain nothing, until every one gains."""
         chosen = {unit for call in self.calls if (unit := self._unit(call))}
-        as_it_comes = {unit for unit in chosen if unit[0] not in self.candidates}  # calls of ours in code of the user's
+        as_it_comes = {unit for unit in chosen if unit[0] not in self.candidates}  # the model's own code calls ours
         while without := {unit for unit, gain in self._gains(chosen).items() if gain <= 0} - as_it_comes:
             chosen -= without
-        return chosen if self.kept(chosen).total() < self.kept(as_it_comes).total() else as_it_comes
+        return chosen if self.saved(chosen).total() < self.saved(as_it_comes).total() else as_it_comes
 
     def _gains(self, chosen):
-        """The bytes that each unit saves as long as all the others are converted too."""
+        """How many bytes less are saved because of each unit, given that all the others are converted too."""
         gains = dict.fromkeys(chosen, 0)
         for call in self.calls:
             if call.saves and self._unit(call) in chosen:
@@ -271,24 +277,24 @@ class Survey:
                     gains[unit] += storage.size
         return gains
 
-    def kept(self, chosen: Collection[tuple[nn.Module, str]]) -> Counter[nn.Module]:
-        """The bytes that each module keeps once these units are converted; what several share counts with the first."""
+    def saved(self, chosen: Collection[tuple[nn.Module, str]]) -> Counter[nn.Module]:
+        """The bytes that each module saves once these units are converted; a shared tensor counts for the first module."""
 
         def is_converted(call):
             return self._unit(call) in chosen
 
-        kept: Counter[nn.Module] = Counter()
+        saved: Counter[nn.Module] = Counter()
         for storage in self.storages:
-            keepers = [module for module, call in storage.savers if call is None or not is_converted(call)]
-            if keepers:
-                kept[keepers[0]] += storage.size
+            others = [module for module, call in storage.savers if call is None or not is_converted(call)]
+            if others:
+                saved[others[0]] += storage.size
         for call in self.calls:
             if call.saves and is_converted(call):
-                kept[call.module] += call.bits
-        return kept
+                saved[call.module] += call.bits
+        return saved
 
     def decisions(self) -> tuple[Decision, ...]:
-        """One for each function that a module calls, and for each of this family's modules, in the model's order."""
+        """One for each function that a module calls and for each module of the family, in the model's order."""
         calls: defaultdict[tuple[nn.Module, str], list[_Call]] = defaultdict(list)
         for call in self.calls:
             calls[call.module, call.function].append(call)
@@ -315,12 +321,16 @@ class Survey:
         if unit[1] not in self.considered:
             return "not asked for"
         if not any(map(self._unit, calls)):
-            return "called where it can't be replaced" if not any(call.is_ours for call in calls) else "arguments of PyTorch's op alone"
+            return (
+                "called where it can't be replaced"
+                if not any(call.is_ours for call in calls)
+                else "arguments of PyTorch's op alone"
+            )
         return "another layer saves the same tensor"
 
 
 def summary(decisions: Iterable[Decision]) -> list[str]:
-    """The decisions in words, those that are alike counted."""
+    """The decisions in words, one line for those that are alike."""
     groups: Counter[tuple[bool, str, str, str]] = Counter()
     for decision in decisions:
         reason = "" if decision.converted else decision.reason

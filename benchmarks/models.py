@@ -1,8 +1,9 @@
 """Trains real models for a few steps on the GPU at hand, as they come and converted: step time and peak memory of both.
 A compiled step's time is that of its CUDA graph.
 
-Converted means convert(model, example_inputs=batch). Writes benchmarks/results/<device>-models.json and draws it. Exits with 1 where
-a row misses its bound or, in eager mode, any loss or any weight differs after all the steps of a row. Names of models on the command line run those alone; the other models' results of the same commit stay.
+Converted means convert(model, example_inputs=batch). Writes benchmarks/results/<device>-models.json and draws it. Exits with 1
+where a row misses its bound or, in eager mode, any loss or any weight differs after all the steps of a row. Names of models on
+the command line run those alone; the other models' results of the same commit stay.
 """
 
 import argparse

@@ -100,8 +100,8 @@ struct Activation {
     return true;
   }
 
-  // Of PyTorch's own op. Its backward reads what it saved and the gradient, and where their layouts differ the one that it reads
-  // first has more say in the result's.
+  // Of PyTorch's own op. Its backward reads what it saved and the gradient, and where their layouts differ the one that it
+  // reads first has more say in the result's.
   static constexpr Saves saves = Saves::input;
   static constexpr bool reads_gradient_first = true;
   // Does it allocate its output by empty_like? That differs from TensorIterator in the strides of dimensions of size 1.

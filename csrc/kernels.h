@@ -1,6 +1,6 @@
 // What the kernels offer to the binding: for each device, one forward kernel for the whole family and one backward kernel.
-// Both walk the output in memory order, take any alignment and may run in place. Backward has a second form, for a gradient or a
-// mask in another order.
+// Both walk the output in memory order, take any alignment and may run in place. Backward has a second form, for a gradient or
+// a mask in another order.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -24,8 +24,9 @@ struct Rows {
   FASTACT_HOST_DEVICE bool dense() const { return length == pitch; }
 };
 
-// Where the elements of an output, in its memory order, have their gradient and their bit: dimension by dimension, the innermost
-// first, with the strides of both. A stride may be 0, for a gradient that is expanded. There is at least one dimension.
+// Where the elements of an output, in its memory order, have their gradient and their bit: dimension by dimension, the
+// innermost first, with the strides of both. A stride may be 0, for a gradient that is expanded. There is at least one
+// dimension.
 struct Walk {
   // What has more dimensions of two elements or more than this has more elements than memory.
   static constexpr int kMaxDims = 48;

@@ -21,7 +21,8 @@ import torch
 from trees import copy, install, run
 
 TESTS = [  # the quick ones first
-    f"test_{name}.py" for name in ("mask", "errors", "strides", "cuda", "exact", "inplace", "load", "guards", "exhaustive", "properties")
+    f"test_{name}.py"
+    for name in ("mask", "errors", "strides", "cuda", "exact", "inplace", "load", "guards", "exhaustive", "properties")
 ]
 
 

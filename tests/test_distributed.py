@@ -124,6 +124,19 @@ def test_dtensor(run):
     run(dtensors)
 
 
+class Clip(nn.Module):
+    """A module of a user's, whose code calls a function."""
+
+    def forward(self, x):
+        return nn.functional.hardtanh(x, -0.1, 0.1)
+
+
+def convert(model):
+    model = activations_cuda.convert(model, example_inputs=batch(next(model.parameters()).device))
+    assert activations_cuda.converted(model) == {"Hardsigmoid": 1, "Hardtanh": 1, "ReLU6": 1, "Clip": 1}
+    return model
+
+
 def create():
     """Activations behind a layer that is split by its outputs, behind a norm and behind a layer whose outputs are sums."""
     torch.manual_seed(0)
@@ -136,7 +149,7 @@ def create():
         nn.Linear(8, 16),
         nn.ReLU6(),
         nn.Linear(16, 8),
-        nn.Hardtanh(-0.1, 0.1),
+        Clip(),
         nn.Linear(8, 4),
     ).double()
 
@@ -183,7 +196,7 @@ def check_model(pytorchs, ours, mesh, parts=1, part=0):
     """Converted, a parallel model has the gradients that PyTorch's activations give, and up to rounding a single process's."""
     device = mesh.device_type
     mine = batch(device).chunk(parts)[part]
-    actual = gradients(ours(activations_cuda.convert(create().to(device)), mesh), mine)
+    actual = gradients(ours(convert(create().to(device)), mesh), mine)
     assert_equal(actual, gradients(pytorchs(create().to(device), mesh), mine))
     assert_close(actual, gradients(create().to(device), batch(device)))
 
@@ -209,7 +222,7 @@ def test_model(run):
 
 def check_compiled(mesh):
     device = mesh.device_type
-    model = tensor_parallel(activations_cuda.convert(create().to(device)), mesh, local=False)
+    model = tensor_parallel(convert(create().to(device)), mesh, local=False)
     actual = gradients(torch.compile(model, fullgraph=True), batch(device))
     # Compiled, hardsigmoid divides by 6; eager on CUDA it multiplies by a sixth rounded to float.
     torch.testing.assert_close(actual, gradients(create().to(device), batch(device)), rtol=1e-5, atol=1e-8)

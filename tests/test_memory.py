@@ -146,6 +146,30 @@ def test_kept_bytes_of_a_function():
     assert kept_bytes(lambda t: (t * t).exp(), x) == 8000
 
 
+MODELS = {
+    **{
+        f"torchvision:{name}": (4, 3, 224, 224)
+        for name in ("mobilenet_v2", "mobilenet_v3_large", "resnet50", "vgg16", "squeezenet1_1")
+    },
+    **{f"timm:{name}": (4, 3, 224, 224) for name in ("efficientnet_lite0", "darknet53", "ghostnet_100", "convnext_atto")},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec, shape", MODELS.items())
+def test_known_models_are_never_worse_off(spec, shape, dtype):
+    """Once all that would gain nothing is left alone."""
+    pytest.importorskip(spec.split(":")[0], exc_type=Exception)
+    model = command.load(spec)
+    images = torch.empty(shape, device="meta")
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype == torch.bfloat16):
+        report = activations_cuda.memory_report(model, images)
+        assert report.after <= report.before
+        activations_cuda.convert(model, example_inputs=images)
+    assert sum(activations_cuda.converted(model).values()) == len({d.module for d in report.decisions if d.converted})
+    assert any(d.converted for d in report.decisions) == (report.after < report.before)
+
+
 def fails(arguments, capsys):
     with pytest.raises(SystemExit) as raised:
         main(arguments)

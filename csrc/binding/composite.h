@@ -85,8 +85,7 @@ inline at::Tensor scaled(const at::Tensor& grad, const at::Tensor& is_inside, Sl
 inline at::Tensor with_strides(const at::Tensor& self, at::IntArrayRef strides) {
   std::vector<int64_t> outer_to_inner(strides.size()), back(strides.size());
   std::iota(outer_to_inner.begin(), outer_to_inner.end(), 0);
-  std::stable_sort(
-      outer_to_inner.begin(), outer_to_inner.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  std::stable_sort(outer_to_inner.begin(), outer_to_inner.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
   for (size_t dim = 0; dim < back.size(); ++dim) {
     back[outer_to_inner[dim]] = static_cast<int64_t>(dim);
   }

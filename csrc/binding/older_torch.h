@@ -38,7 +38,8 @@ inline bool is_jagged(const at::Tensor& tensor) {
 #endif
 }
 
-// Whether what is called is written down and not computed: by torch.compile, torch.export or compiled autograd, or on fake tensors.
+// Whether what is called is written down and not computed: by torch.compile, torch.export or compiled autograd, or on fake
+// tensors.
 inline bool is_traced() {
   using c10::impl::TorchDispatchModeTLS;
 #if FASTACT_TORCH_VERSION >= 201

@@ -20,10 +20,10 @@
 namespace fastact {
 namespace {
 
+using at::OptionalSymIntArrayRef;
 using at::Tensor;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
-using at::OptionalSymIntArrayRef;
 using OutputAndMask = std::tuple<Tensor, Tensor>;
 
 // Whether the kernels may read the tensor's memory as its strides say: nothing traces it, wraps it or lies between it and its
@@ -290,8 +290,9 @@ Tensor autograd_masked_scale(
   Tensor output = below_autograd(
       keys, [&](auto backend) { return masked_scale<decltype(backend)>(grad, mask, inside, outside, mask_strides, strides); },
       [&](DispatchKeySet below) {
-        static const auto op = find<Tensor(
-            const Tensor&, const Tensor&, double, double, OptionalSymIntArrayRef, OptionalSymIntArrayRef)>("masked_scale");
+        static const auto op =
+            find<Tensor(const Tensor&, const Tensor&, double, double, OptionalSymIntArrayRef, OptionalSymIntArrayRef)>(
+                "masked_scale");
         return op.redispatch(below, grad, mask, inside, outside, mask_strides, strides);
       });
   const Derivative derivative = {{inside, outside}, Saves::output, /*reads_gradient_first=*/true};

@@ -69,9 +69,8 @@ struct Cpu {
   static void masked_scale(
       const at::Tensor&, const scalar_t* grad, const Where& where, const uint8_t* mask, scalar_t* y, T inside, T outside,
       int64_t n) {
-    parallel(n, [&](int64_t begin, int64_t end) {
-      cpu::masked_scale<scalar_t>(grad, where, mask, y, inside, outside, begin, end);
-    });
+    parallel(
+        n, [&](int64_t begin, int64_t end) { cpu::masked_scale<scalar_t>(grad, where, mask, y, inside, outside, begin, end); });
   }
 };
 

@@ -29,13 +29,14 @@ at::MemoryFormat output_format(const at::Tensor& self) {
 // What TensorIterator makes of two operands of one shape, which is what PyTorch's backward returns.
 inline at::DimVector elementwise_strides(at::IntArrayRef sizes, at::IntArrayRef first, at::IntArrayRef second) {
   const auto like = [&](at::IntArrayRef strides) { return at::detail::empty_strided_meta(sizes, strides, at::kByte); };
-  return at::DimVector(at::TensorIteratorConfig()
-                           .add_owned_output(at::TensorBase())
-                           .add_owned_input(like(first))
-                           .add_owned_input(like(second))
-                           .build()
-                           .output()
-                           .strides());
+  return at::DimVector(
+      at::TensorIteratorConfig()
+          .add_owned_output(at::TensorBase())
+          .add_owned_input(like(first))
+          .add_owned_input(like(second))
+          .build()
+          .output()
+          .strides());
 }
 
 // Whether two strides mean the same elements; of a dimension of size 1 they may say what they like.
@@ -99,7 +100,8 @@ struct Source {
   Rows rows;
 };
 
-// The input itself where it is dense or in rows, else the output, which gets a copy of the input that the kernel rewrites in place.
+// The input itself where it is dense or in rows, else the output, which gets a copy of the input that the kernel rewrites in
+// place.
 inline Source source_of(const at::Tensor& input, const at::Tensor& output) {
   const Rows dense = {input.numel(), input.numel()};
   if (input.is_non_overlapping_and_dense()) {

@@ -69,8 +69,8 @@ inline const scalar_t* in_one_piece(const scalar_t* x, Rows rows, int64_t begin,
   return buffer;
 }
 
-// Calls visit(i, offset, bit, count) for the elements of a walk from `begin` up to `end`, which i counts from 0: runs of `count` along
-// the innermost dimension, from the gradient's `offset` and the mask's `bit` on.
+// Calls visit(i, offset, bit, count) for the elements of a walk from `begin` up to `end`, which i counts from 0: runs of
+// `count` along the innermost dimension, from the gradient's `offset` and the mask's `bit` on.
 template <class Visit>
 inline void follow(const Walk& walk, int64_t begin, int64_t end, const Visit& visit) {
   int64_t at[Walk::kMaxDims], offset = 0, bit = 0, rest = begin;
@@ -297,10 +297,10 @@ FASTACT_CLONES __attribute__((flatten)) void masked_scale(
   INSTANTIATE_FORWARD(F, c10::BFloat16)
 #include "../family.def"
 
-#define INSTANTIATE_MASKED_SCALE(scalar_t)                                                                          \
-  template void masked_scale<scalar_t>(                                                                             \
-      const scalar_t*, Rows, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, int64_t);  \
-  template void masked_scale<scalar_t>(                                                                             \
+#define INSTANTIATE_MASKED_SCALE(scalar_t)                                                                         \
+  template void masked_scale<scalar_t>(                                                                            \
+      const scalar_t*, Rows, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, int64_t); \
+  template void masked_scale<scalar_t>(                                                                            \
       const scalar_t*, const Walk&, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, int64_t);
 INSTANTIATE_MASKED_SCALE(double)
 INSTANTIATE_MASKED_SCALE(float)

@@ -69,8 +69,8 @@ __device__ Vector<scalar_t> load_across(const scalar_t* from, int shift) {
   return *reinterpret_cast<const Vector<scalar_t>*>(&vector);
 }
 
-// Divides indices below n. A division by a number that is known only at run time takes about as long as all the rest of a kernel;
-// multiplying by its reciprocal, rounded up, gives the same quotient for every 31-bit index.
+// Divides indices below n. A division by a number that is known only at run time takes about as long as all the rest of a
+// kernel; multiplying by its reciprocal, rounded up, gives the same quotient for every 31-bit index.
 class Divisor {
  public:
   Divisor() = default;
@@ -295,8 +295,8 @@ __global__ void __launch_bounds__(kThreads<scalar_t>) masked_scale_kernel(
   }
 }
 
-// Reads element by element, wherever they are, and stores a vector a thread. What neighbouring threads read lies together in one of
-// the gradient, the mask and the output; caches serve the rest.
+// Reads element by element, wherever they are, and stores a vector a thread. What neighbouring threads read lies together in
+// one of the gradient, the mask and the output; caches serve the rest.
 template <class scalar_t>
 __global__ void __launch_bounds__(kThreads<scalar_t>) masked_scale_walk_kernel(
     const scalar_t* grad, const __grid_constant__ WalkIndex walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
