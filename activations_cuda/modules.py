@@ -19,7 +19,7 @@ class Packed(nn.Module):
 
     def __prepare_scriptable__(self):
         raise RuntimeError(
-            f"torch.jit.script: expected PyTorch's own modules, got {self._get_name()}: call activations_cuda.revert(model) first"
+            f"torch.jit.script: expected PyTorch's modules, got {self._get_name()}: call activations_cuda.revert(model) first"
         )
 
 

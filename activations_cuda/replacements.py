@@ -128,7 +128,7 @@ class _Namespace(types.ModuleType):
 
 @cache
 def _namespaces(names):
-    """For torch, torch.nn and torch.nn.functional: a substitute with this package's functions, and the attributes that lead there."""
+    """For torch, torch.nn and torch.nn.functional, a substitute with our functions and the attributes that lead to those."""
     table = functions(names)
 
     def replaced(module):
@@ -149,7 +149,7 @@ FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType, types.MethodDes
 
 
 class _Rebinding:
-    """Called with an object that code refers to, returns its replacement, or the object if it leads to none of these functions."""
+    """Called with what code refers to, returns its replacement, or itself if it leads to none of these functions."""
 
     def __init__(self, names):
         self.suffix = "_".join(("", "activations_cuda", *sorted(names)))
