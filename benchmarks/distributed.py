@@ -23,7 +23,7 @@ from tqdm import tqdm
 import activations_cuda
 from activations_cuda.demo import has_gpu
 from benchmarks import record
-from benchmarks.models import IMAGE, compare, from_torchvision, is_short, mlp, same, table
+from benchmarks.models import IMAGE, STEPS, compare, deterministic, from_torchvision, is_short, mlp, same, table
 from benchmarks.timing import StepClock, alternate
 
 RANKS = 2
@@ -74,7 +74,9 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         self.batch = batch
         self.autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=case.autocast)
-        self()  # allocates the optimizer's state
+        with deterministic():
+            for _ in range(STEPS):
+                self()
         self.held = torch.cuda.memory_allocated() - before  # between steps
 
     def __call__(self):
@@ -107,9 +109,9 @@ def measure(case, device, clock):
     batch = batch.to(memory_format=torch.channels_last) if case.autocast else batch.bfloat16()
     converted = activations_cuda.convert(copy.deepcopy(model))
     before, after = trainings = [Training(case, m, batch) for m in (model, converted)]
+    equal = same(trainings)
     times = alternate(clock, *trainings)
     peaks = before.peak(after), after.peak(before)
-    equal = same(trainings)
     return {
         "model": case.model,
         "dtype": "bfloat16",

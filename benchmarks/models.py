@@ -2,8 +2,8 @@
 A compiled step's time is that of its CUDA graph.
 
 Converted means convert(model, example_inputs=batch). Writes benchmarks/results/<device>-models.json and draws it. Exits with 1
-where a row misses its bound or, in eager mode, any loss or any weight differs after all the steps of a row. Names of models on
-the command line run those alone; the other models' results of the same commit stay.
+where a row misses its bound or, in eager mode, any loss or any weight of the first steps differs. Names of models on the command
+line run those alone; the other models' results of the same commit stay.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from benchmarks.plot import draw_models
 from benchmarks.timing import StepClock, alternate, spread
 
 GIB = 2**30
+STEPS = 20  # whose losses are compared, and the weights after them
 CAP = 8 * GIB  # of memory, for the question how large a batch may be
 
 
@@ -162,6 +163,14 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@contextmanager
+def deterministic():
+    """Of its own accord cuDNN repeats itself in bfloat16, but not in float32."""
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = False
+
+
 def same(trainings):
     """Whether every loss so far is the same to the bit, and whether every weight and buffer now is."""
     losses = [torch.stack(training.losses) for training in trainings]
@@ -190,8 +199,11 @@ def measure(name, model, dtype, compiled):
     torch._dynamo.reset()
     batch = normal(model.shape)
     before, after = trainings = [Training(m, batch, dtype, torch.compile if compiled else None) for m in both(model, dtype)]
-    for training in trainings:
-        training()  # allocates the optimizer's state
+    with deterministic():
+        for training in trainings:
+            for _ in range(1 if compiled else STEPS):
+                training()
+    equal = {} if compiled else same(trainings)  # compiled code may differ in the last bit
     peaks = before.peak([after]), after.peak([before])  # now: captured graphs hold memory of their own
     times = alternate(StepClock(), *(map(captured, trainings) if compiled else trainings))
     key = name, str(dtype).removeprefix("torch."), "compiled" if compiled else "eager"
@@ -199,7 +211,7 @@ def measure(name, model, dtype, compiled):
     return {
         **dict(zip(("model", "dtype", "mode"), key, strict=True)),
         "batch": model.shape[0],
-        **({} if compiled else same(trainings)),  # compiled code may differ in the last bit
+        **equal,
         **compare(*times, *peaks),
         "time_at_most": time_at_most,
         "memory_at_most": memory_at_most,

@@ -32,8 +32,10 @@ using torch::autograd::variable_list;
 // What backward goes by, beside the mask itself.
 struct Rule {
   Slopes slopes;
-  // Of the mask, where that is of bits, and of the tensor that PyTorch's op would have saved.
-  c10::SymDimVector mask_strides, saved_strides;
+  c10::SymDimVector mask_strides;  // if that is of bits
+  // Of the tensor that PyTorch's op would have saved, unless they are the mask's, as they mostly are: what isn't copied costs
+  // no time.
+  std::optional<c10::SymDimVector> saved_strides;
   bool reads_gradient_first;
 };
 
@@ -41,7 +43,7 @@ struct Rule {
 std::optional<at::DimVector> pytorchs_strides(const at::Tensor& grad, const Rule& rule) {
   const auto sizes = c10::asIntArrayRefSlowOpt(grad.sym_sizes());
   const auto incoming = c10::asIntArrayRefSlowOpt(grad.sym_strides());
-  const auto saved = c10::asIntArrayRefSlowOpt(rule.saved_strides);
+  const auto saved = c10::asIntArrayRefSlowOpt(rule.saved_strides ? *rule.saved_strides : rule.mask_strides);
   if (!sizes || !incoming || !saved) {
     return std::nullopt;
   }
@@ -70,7 +72,7 @@ at::Tensor scale(const at::Tensor& grad, const at::Tensor& mask, const Rule& rul
   const auto call = [&](at::OptionalSymIntArrayRef mask_strides, at::OptionalSymIntArrayRef strides) {
     return op.call(grad, mask, rule.slopes.inside, rule.slopes.outside, mask_strides, strides);
   };
-  if (grad.sym_strides() == c10::SymIntArrayRef(rule.mask_strides) && rule.saved_strides == rule.mask_strides) {
+  if (!rule.saved_strides && grad.sym_strides() == c10::SymIntArrayRef(rule.mask_strides)) {
     return call(std::nullopt, std::nullopt);  // one layout for all, and for the result
   }
   if (const auto strides = pytorchs_strides(grad, rule)) {
@@ -104,7 +106,7 @@ struct MaskedScaleBackward : Node {
     args.collect(rule_.slopes.inside);
     args.collect(rule_.slopes.outside);
     args.collect(c10::SymIntArrayRef(rule_.mask_strides));
-    args.collect(c10::SymIntArrayRef(rule_.saved_strides));
+    args.collect(c10::SymIntArrayRef(saved_strides()));
     args.collect(rule_.reads_gradient_first);
   }
 
@@ -113,7 +115,9 @@ struct MaskedScaleBackward : Node {
     using Strides = std::vector<c10::SymInt>;
     const auto each_stride = [&](const auto& function) {
       std::for_each(rule_.mask_strides.begin(), rule_.mask_strides.end(), function);
-      std::for_each(rule_.saved_strides.begin(), rule_.saved_strides.end(), function);
+      if (rule_.saved_strides) {
+        std::for_each(rule_.saved_strides->begin(), rule_.saved_strides->end(), function);
+      }
     };
     saved.before(mask_);
     each_stride([&](c10::SymInt& stride) { saved.before(stride); });
@@ -122,7 +126,7 @@ struct MaskedScaleBackward : Node {
     arguments.pack(rule_.slopes.inside);
     arguments.pack(rule_.slopes.outside);
     arguments.pack(Strides(rule_.mask_strides.begin(), rule_.mask_strides.end()));
-    arguments.pack(Strides(rule_.saved_strides.begin(), rule_.saved_strides.end()));
+    arguments.pack(Strides(saved_strides().begin(), saved_strides().end()));
     arguments.pack(rule_.reads_gradient_first);
     const auto& compiler = getPyCompilerInterface();
     const auto strides_type = IValuePacker<Strides>::packed_type();
@@ -144,7 +148,7 @@ struct MaskedScaleBackward : Node {
     Rule rule;
     rule.slopes.inside = arguments.unpack<double>();
     rule.slopes.outside = arguments.unpack<double>();
-    for (auto* strides : {&rule.mask_strides, &rule.saved_strides}) {
+    for (auto* strides : {&rule.mask_strides, &rule.saved_strides.emplace()}) {
       const auto unpacked = arguments.unpack<std::vector<c10::SymInt>>();
       strides->assign(unpacked.begin(), unpacked.end());
     }
@@ -154,6 +158,8 @@ struct MaskedScaleBackward : Node {
 #endif
 
  private:
+  const c10::SymDimVector& saved_strides() const { return rule_.saved_strides ? *rule_.saved_strides : rule_.mask_strides; }
+
   SavedVariable mask_;
   Rule rule_;
 };
@@ -175,9 +181,11 @@ NodePointer make_node(const at::Tensor& self, const at::Tensor& mask, Rule rule)
 }
 
 Rule make_rule(Derivative derivative, c10::SymIntArrayRef mask_strides, const at::Tensor& saved) {
-  const auto saved_strides = saved.sym_strides();
-  return {
-      derivative.slopes, c10::SymDimVector(mask_strides), c10::SymDimVector(saved_strides), derivative.reads_gradient_first};
+  Rule rule = {derivative.slopes, c10::SymDimVector(mask_strides), std::nullopt, derivative.reads_gradient_first};
+  if (saved.sym_strides() != mask_strides) {
+    rule.saved_strides.emplace(saved.sym_strides());
+  }
+  return rule;
 }
 
 }  // namespace
