@@ -106,7 +106,10 @@ struct MaskedScaleBackward : Node {
     args.collect(rule_.slopes.inside);
     args.collect(rule_.slopes.outside);
     args.collect(c10::SymIntArrayRef(rule_.mask_strides));
-    args.collect(c10::SymIntArrayRef(saved_strides()));
+    args.collect(rule_.saved_strides.has_value());
+    if (rule_.saved_strides) {
+      args.collect(c10::SymIntArrayRef(*rule_.saved_strides));
+    }
     args.collect(rule_.reads_gradient_first);
   }
 
