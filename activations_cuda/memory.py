@@ -111,7 +111,6 @@ def memory_report(model: nn.Module, *example_inputs: Any, **keyword_inputs: Any)
         TypeError: not a module.
     """
     check_model("memory_report", model)
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
     survey = Survey(model, example_inputs, keyword_inputs, frozenset(FUNCTIONS.values()))
     before, after = survey.saved(frozenset()), survey.saved(survey.chosen)
     layers = tuple(

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from activations_cuda import functional, modules
 
@@ -91,7 +92,7 @@ def replace(module: nn.Module, names: Iterable[str]) -> bool:
     if original in OURS:
         if FUNCTIONS[original] in names:
             module.__class__ = OURS[original]
-    elif names:
+    elif names and not isinstance(module, GraphModule):  # whose class is made from its graph
         rebind = _Rebinding(names)
         attributes = {name: value for name, value in vars(module).items() if rebind(value) is not value}
         if attributes or _methods(original, names):

@@ -155,6 +155,12 @@ def _packed(func, name, args, kwargs):
     return func(*args, **kwargs)
 
 
+def _unwrapped(model):
+    """The model itself, without torch.compile's or a parallel wrapper around it."""
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
+
+
 @contextmanager
 def _unchanged(model):
     """Restores the classes and attributes of the model's modules: a forward pass may leave fake tensors in them."""
@@ -200,6 +206,7 @@ class Survey:
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]) -> None:
+        model = _unwrapped(model)
         self.names = {module: name for name, module in model.named_modules()}
         with _unchanged(model):
             self.candidates = {module for module in self.names if replace(module, names)}

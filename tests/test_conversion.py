@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import hardtanh
+from torch.utils.checkpoint import checkpoint
 
 import activations_cuda
 from activations_cuda.conversion import log
@@ -243,6 +244,32 @@ def test_what_it_cannot_reach_is_left_alone(kind):
     assert not decision.converted
     assert decision.reason == "called where it can't be replaced"
     assert not activations_cuda.converted(activations_cuda.convert(model, example_inputs=(x,)))
+
+
+def test_a_graph_module_is_left_alone():
+    """Its class is made from its graph, whenever it is copied."""
+    model, x = torch.fx.symbolic_trace(ByFunctional()), torch.randn(IMAGES)
+    assert not activations_cuda.converted(activations_cuda.convert(model, example_inputs=(x,)))
+    assert copy.deepcopy(model)(x).shape == model(x).shape
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")], ids=["DataParallel", "compile"])
+def test_wrapped_models(wrap):
+    model, x = ByFunctional(), torch.randn(IMAGES)
+    wrapped = wrap(model)
+    assert activations_cuda.convert(wrapped, example_inputs=(x,)) is wrapped
+    assert activations_cuda.converted(model) == {"ByFunctional": 1}
+    assert torch.equal(wrapped(x), activations_cuda.revert(copy.deepcopy(model))(x))
+
+
+def test_checkpointed_calls_save_nothing_until_backward():
+    class Checkpointed(ByFunctional):
+        def act(self, x):
+            return checkpoint(super().act, x, use_reentrant=False)
+
+    model, x = Checkpointed(), torch.randn(IMAGES)
+    report = activations_cuda.memory_report(model, x)
+    assert measure(model, x) == report.before == report.after
 
 
 @pytest.fixture
