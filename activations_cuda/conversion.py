@@ -85,7 +85,7 @@ def convert(
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
     if example_inputs is not None:
-        found = _convert_what_pays(model, OURS if named is None else named, *as_arguments(example_inputs))
+        found, lines = _convert_what_pays(model, OURS if named is None else named, *as_arguments(example_inputs))
     else:
         found = [
             module
@@ -93,27 +93,25 @@ def convert(
             if type(module) in (named or BY_DEFAULT)
             and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))
         ]
-        log.info("convert: %s", _counted(map(type, found)) or "nothing")
         for module in found:
             module.__class__ = OURS[type(module)]
-    if named and not found:
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
+        lines = [_counted(map(type, found)) or f"{others or 'no activation of the family'}, left alone"]
+    for line in lines:
+        log.info("convert: %s", line)
+    if named and not found:
         wanted = ", ".join(kind.__name__ for kind in named)
-        raise ValueError(
-            f"convert: expected a model with {wanted} to convert, got one with {others or 'no activation of the family'}"
-        )
+        raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
     return model
 
 
 def _convert_what_pays(model, classes, args, kwargs):
-    """Converts what pays, reverts the rest, and returns the converted modules."""
+    """Converts what pays and reverts the rest. Returns the converted modules, and what was decided in words."""
     survey = Survey(model, args, kwargs, frozenset(FUNCTIONS[kind] for kind in classes))
-    for line in summary(survey.decisions()):
-        log.info("convert: %s", line)
     names = defaultdict(set)
     for module, function in survey.chosen:
         names[module].add(function)
-    return [module for module in survey.candidates if replace(module, names[module])]
+    return [module for module in survey.candidates if replace(module, names[module])], summary(survey.decisions())
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -49,19 +49,28 @@ def functions(names: frozenset[str]) -> dict[Callable[..., Any], Callable[..., A
 class CallsOurs(modules.Packed):
     """The common base of these subclasses."""
 
-    original: type
-    names: frozenset[str]
-    _replaced_functions: dict[str, Any]  # attributes of the module, as they were
+    _fastact_original: type
+    _fastact_names: frozenset[str]
+
+    def __init_subclass__(cls, **kwargs):
+        """Hides a hook of the original class, which is for classes of its user's."""
 
     def _get_name(self):
-        return f"{self.original.__name__}[{', '.join(f'activations_cuda.{name}' for name in sorted(self.names))}]"
+        names = ", ".join(f"activations_cuda.{name}" for name in sorted(type(self)._fastact_names))
+        return f"{type(self)._fastact_original.__name__}[{names}]"
 
     def __reduce_ex__(self, protocol):
         """Copying and loading create the class again: it isn't an attribute of any Python module."""
         make, arguments, *rest = super().__reduce_ex__(protocol)
         if make is not copyreg.__newobj__ or arguments[0] is not type(self):
             return make, arguments, *rest
-        return _new, (self.original, self.names, *arguments[1:]), *rest
+        state = dict(rest[0])
+        _restore_functions(state)
+        return _new, (type(self)._fastact_original, type(self)._fastact_names, *arguments[1:]), state, *rest[1:]
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        _replace_functions(self, _Rebinding(type(self)._fastact_names))
 
 
 def _new(original, names, *arguments):
@@ -69,9 +78,26 @@ def _new(original, names, *arguments):
     return kind.__new__(kind, *arguments)
 
 
+HELD = "_fastact_functions"  # the attributes of a module that are functions: as they were, and as they are
+
+
+def _replace_functions(module, rebind):
+    attributes = vars(module)
+    held = {name: (value, rebind(value)) for name, value in attributes.items() if rebind(value) is not value}
+    if held:
+        attributes.update({name: new for name, (_, new) in held.items()}, **{HELD: held})
+
+
+def _restore_functions(attributes):
+    """All but those that were assigned meanwhile."""
+    for name, (old, new) in attributes.pop(HELD, {}).items():
+        if attributes.get(name) is new:
+            attributes[name] = old
+
+
 def original_of(kind: type) -> type:
-    """The class that a module had before it was replaced."""
-    return kind.original if issubclass(kind, CallsOurs) else PYTORCHS.get(kind, kind)
+    """The class that a module had before it was replaced. What others have derived from a replacement is theirs."""
+    return vars(kind).get("_fastact_original") or PYTORCHS.get(kind, kind)
 
 
 def is_replaced(module: nn.Module) -> bool:
@@ -80,9 +106,9 @@ def is_replaced(module: nn.Module) -> bool:
 
 def restore(module: nn.Module) -> None:
     """Make a module what it was before `replace`."""
-    if isinstance(module, CallsOurs):
-        vars(module).update(vars(module).pop("_replaced_functions"))
-    module.__class__ = original_of(type(module))
+    if is_replaced(module):
+        _restore_functions(vars(module))
+        module.__class__ = original_of(type(module))
 
 
 def replace(module: nn.Module, names: Iterable[str]) -> bool:
@@ -94,26 +120,47 @@ def replace(module: nn.Module, names: Iterable[str]) -> bool:
             module.__class__ = OURS[original]
     elif names and not isinstance(module, GraphModule):  # whose class is made from its graph
         rebind = _Rebinding(names)
-        attributes = {name: value for name, value in vars(module).items() if rebind(value) is not value}
-        if attributes or _methods(original, names):
+        if _methods(original, names) or any(rebind(value) is not value for value in vars(module).values()):
             module.__class__ = _class_that_calls_ours(original, names)
-            replaced = {name: rebind(value) for name, value in attributes.items()}
-            vars(module).update(replaced, _replaced_functions=attributes)
+            _replace_functions(module, rebind)
     return is_replaced(module)
 
 
-@cache
+def _members(original):
+    kinds = original.__mro__[: original.__mro__.index(nn.Module)]
+    return {name: inspect.getattr_static(original, name) for kind in kinds for name in vars(kind)}
+
+
+def _cached(function):
+    """As functools.cache, until a member of the class is assigned anew."""
+    known: dict[Any, Any] = {}
+
+    def cached(original, names):
+        members = _members(original)
+        before, result = known.get((original, names), (None, None))
+        if before is None or before.keys() != members.keys() or any(before[name] is not members[name] for name in members):
+            result = function(original, names)
+            known[original, names] = members, result
+        return result
+
+    return cached
+
+
+@_cached
 def _methods(original, names):
     """Copies of a class's methods that call ours, for those that call PyTorch's."""
     rebind = _Rebinding(names)
-    kinds = original.__mro__[: original.__mro__.index(nn.Module)]
-    members = {name: inspect.getattr_static(original, name) for kind in kinds for name in vars(kind)}
-    return {name: rebind(member) for name, member in members.items() if rebind(member) is not member}
+    return {name: rebind(member) for name, member in _members(original).items() if rebind(member) is not member}
 
 
-@cache
+@_cached
 def _class_that_calls_ours(original, names):
-    facts = {"original": original, "names": names, "__module__": original.__module__, "__doc__": original.__doc__}
+    facts = {
+        "_fastact_original": original,
+        "_fastact_names": names,
+        "__module__": original.__module__,
+        "__doc__": original.__doc__,
+    }
     kind = type(original)(original.__name__, (CallsOurs, original), {**_methods(original, names), **facts})
     kind.__qualname__ = original.__qualname__
     return kind
@@ -188,14 +235,16 @@ class _Rebinding:
                 replaced[name] = new
         closure = tuple(map(self.cell, function.__closure__ or ()))
         defaults = tuple(map(self, function.__defaults__ or ()))
-        if not replaced and _same(closure, function.__closure__) and _same(defaults, function.__defaults__):
+        kwdefaults = {name: self(value) for name, value in (function.__kwdefaults__ or {}).items()} or None
+        same = _same(closure, function.__closure__) and _same(defaults, function.__defaults__)
+        if not replaced and same and _same((kwdefaults or {}).values(), (function.__kwdefaults__ or {}).values()):
             return function
         # The replacements get new names beside the old ones, so the copy shares its globals with the original: whatever else it
         # looks up stays live.
         code = _renamed(function.__code__, {name: name + self.suffix for name in replaced})
         scope.update({name + self.suffix: new for name, new in replaced.items()})
         result = types.FunctionType(code, scope, function.__name__, defaults or None, closure or None)
-        result.__kwdefaults__ = function.__kwdefaults__
+        result.__kwdefaults__ = kwdefaults
         result.__dict__.update(function.__dict__)
         for name in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(function, name):

@@ -6,9 +6,11 @@ otherwise they are pure overhead.
 """
 
 import logging
+import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
@@ -166,8 +168,8 @@ def _unchanged(model):
     """Restores the classes and attributes of the model's modules: a forward pass may leave fake tensors in them."""
     classes = {module: type(module) for module in model.modules()}
     held = [vars(module) for module in classes]
-    held += [values for each in held for values in each.values() if isinstance(values, dict)]
-    before = [dict(values) for values in held]
+    held += [values for each in held for values in each.values() if isinstance(values, (dict, list))]
+    before = [values.copy() for values in held]
     try:
         yield
     finally:
@@ -175,7 +177,25 @@ def _unchanged(model):
             module.__class__ = kind
         for values, old in zip(held, before, strict=True):
             values.clear()
-            values.update(old)
+            values.update(old) if isinstance(values, dict) else values.extend(old)
+
+
+@contextmanager
+def _randomness_unchanged(tensors):
+    """Whatever random numbers a forward pass takes, Python's among them."""
+    state = random.getstate()
+    devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+def _uncompiled():
+    """Parts of a model that torch.compile compiles run eagerly. Where Dynamo isn't imported, there are none."""
+    has_stance = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
+    return torch.compiler.set_stance("force_eager") if has_stance else nullcontext()
 
 
 @contextmanager
@@ -223,25 +243,29 @@ class Survey:
 
                 @cache  # an input that is passed twice is one
                 def fake_like(tensor):
-                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+                    place = device if tensor.is_meta else tensor.device
+                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place)
                     return fake.requires_grad_(tensor.requires_grad)
 
                 # A model on the meta device counts as one on the CPU: attention, for example, saves more on meta tensors.
                 fakes = {name: fake_like(t) if t.is_meta else fake_mode.from_tensor(t) for name, t in state.items()}
                 self._watch(model, fakes, *tree_map_only(Tensor, fake_like, (args, kwargs)))
-        except FAKES_WONT_DO as error:
+        except Exception as error:
             if any(tensor.is_meta for tensor in (*state.values(), *inputs)):
+                if not isinstance(error, FAKES_WONT_DO):
+                    raise
                 raise RuntimeError(
                     f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
                     "inputs with values, got some on the meta device"
                 ) from error
             buffers = dict(model.named_buffers())
-            with torch.random.fork_rng():
-                self._watch(model, {name: t.clone() if name in buffers else t for name, t in state.items()}, args, kwargs)
+            self._watch(model, {name: t.clone() if name in buffers else t for name, t in state.items()}, args, kwargs)
 
     def _watch(self, model, state, args, kwargs):
         """Runs the forward pass and records who saves what."""
         with ExitStack() as stack:
+            stack.enter_context(_randomness_unchanged(state.values()))
+            stack.enter_context(_uncompiled())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             running = stack.enter_context(_running_module(model))

@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import pickle
+import random
 import subprocess
 import sys
 import textwrap
@@ -262,6 +263,83 @@ def test_wrapped_models(wrap):
     assert torch.equal(wrapped(x), activations_cuda.revert(copy.deepcopy(model))(x))
 
 
+class Clashing(Calls):
+    """Attributes of a user's that are named as ours might be."""
+
+    names = ("a", "b")
+
+    def __init_subclass__(cls, key, **kwargs):
+        raise AssertionError(f"another class was made, with {key}")
+
+    def __init__(self):
+        super().__init__(helper)
+        self.original = 3
+
+    def act(self, x):
+        return F.relu6(self.function(x)) * len(self.names)
+
+
+def test_attributes_and_hooks_of_a_class_stay_its_own():
+    model, x = Clashing(), torch.randn(IMAGES)
+    converted = activations_cuda.convert(copy.deepcopy(model), example_inputs=(x,))
+    for other in (converted, copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert activations_cuda.converted(other) == {"Clashing": 1}
+        assert_same_step(other, model, x)
+        assert activations_cuda.revert(other).function is helper
+    assert vars(converted).keys() == vars(model).keys()
+
+
+def test_what_is_assigned_after_conversion_stays():
+    model, x = ByAttribute(), torch.randn(IMAGES)
+    activations_cuda.convert(model, example_inputs=(x,))
+    model.function = F.gelu
+    assert activations_cuda.revert(model).function is F.gelu
+    activations_cuda.revert(type(activations_cuda.convert(ByAttribute(), example_inputs=(x,)))())
+
+
+def test_a_class_that_is_patched_is_read_again(monkeypatch):
+    x = torch.randn(IMAGES)
+    activations_cuda.convert(ByFunctional(), example_inputs=(x,))
+    monkeypatch.setattr(ByFunctional, "act", lambda self, t: F.relu6(t) * 2)
+    model = ByFunctional()
+    assert_same_step(activations_cuda.convert(copy.deepcopy(model), example_inputs=(x,)), model, x)
+
+
+def test_what_is_derived_from_a_converted_class_is_not_reverted():
+    """As FSDP2 and parametrizations do."""
+    model = activations_cuda.convert(ByFunctional(), example_inputs=torch.randn(IMAGES))
+    model.__class__ = type("Derived", (type(model),), {})
+    kind = type(model)
+    assert type(activations_cuda.revert(model)) is kind
+
+
+class Random(Calls):
+    def act(self, x):
+        self.seen.append(x)
+        return F.relu6(x) if random.random() < 2 else x
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+
+def test_random_numbers_and_lists_are_left_alone():
+    model, x = Random(), torch.randn(IMAGES)
+    states = random.getstate(), torch.get_rng_state()
+    activations_cuda.convert(model, example_inputs=(x,))
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert model.seen == []
+
+
+def test_compiled_parts():
+    model, x = nn.Sequential(torch.compile(ByFunctional(), backend="eager")), torch.randn(IMAGES)
+    expected = model(x)
+    activations_cuda.convert(model, example_inputs=(x,))
+    assert activations_cuda.converted(model) == {"ByFunctional": 1}
+    assert torch.equal(model(x), expected)
+
+
 def test_checkpointed_calls_save_nothing_until_backward():
     class Checkpointed(ByFunctional):
         def act(self, x):
@@ -374,7 +452,9 @@ def test_only_what_is_asked_for():
     assert activations_cuda.converted(model) == {"ReLU": 1}
     activations_cuda.convert(model, example_inputs=(x,))  # anew
     assert activations_cuda.converted(model) == {"Several": 1, "ReLU": 1}
-    with pytest.raises(ValueError, match="convert: expected a model with Hardtanh to convert, got one with"):
+    with pytest.raises(
+        ValueError, match=r"convert: expected a model with Hardtanh to convert, got one with .*relu.* left alone"
+    ):
         activations_cuda.convert(Several(), [nn.Hardtanh], example_inputs=(x,))
     with pytest.raises(ValueError, match=r"convert: expected classes of torch\.nn among"):
         activations_cuda.convert(Several(), [nn.GELU], example_inputs=(x,))
