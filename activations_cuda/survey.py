@@ -112,10 +112,10 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = _named(func)
-        pytorchs = getattr(nn.functional, name.removesuffix("_"), None) if name else None
-        if name and (pytorchs is None or func._overloadname != "default" or not _has(pytorchs, name)):
-            return _packed(func, name, args, kwargs)  # PyTorch has no such function
         if name:
+            pytorchs = getattr(nn.functional, name.removesuffix("_"), None)
+            if pytorchs is None or func._overloadname != "default" or not hasattr(torch.ops.aten, name):
+                return _packed(func, name, args, kwargs)  # PyTorch has no such function
             func, kwargs = pytorchs, kwargs | ({"inplace": True} if name.endswith("_") else {})
         if func not in self.names or "out" in kwargs:
             return func(*args, **kwargs)
@@ -141,10 +141,6 @@ def _bits(name, args, kwargs):
     except (NotImplementedError, ValueError):
         return None
     return mask.numel()
-
-
-def _has(pytorchs, name):
-    return not name.endswith("_") or hasattr(torch.ops.aten, name)
 
 
 def _packed(func, name, args, kwargs):
