@@ -41,7 +41,12 @@ def as_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and the keyword arguments of a forward pass."""
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
-    return (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs), {}
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    kind = type(example_inputs).__name__
+    raise TypeError(f"convert: expected example_inputs to be a tuple of arguments, a dict or a tensor, got {kind}")
 
 
 def _counted(classes):
@@ -78,7 +83,7 @@ def convert(
         :func:`converted` counts the modules, :func:`memory_report` lists them.
 
     Raises:
-        TypeError: not a module.
+        TypeError: not a module, or example inputs that are no arguments.
         ValueError: a class that isn't in the family, or ``classes`` were named and the model has none of them to convert.
         RuntimeError: the forward pass depends on the values of tensors on the meta device.
     """
@@ -179,7 +184,7 @@ class ConvertMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         ours = self.functions.get(func)
-        if ours is None or "out" in kwargs or self._is_left_alone(ours, args, kwargs):
+        if ours is None or self._is_left_alone(ours, args, kwargs):
             return func(*args, **kwargs)
         return ours(*args, **kwargs)
 

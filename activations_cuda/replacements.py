@@ -1,15 +1,16 @@
 """What replaces PyTorch's activations: a class for each of its modules, a function for each of its functions, and for any other
 module whose code calls those functions, a subclass of its own class whose code calls ours.
 
-In such a subclass, each method that calls one of PyTorch's activation functions is a copy that calls ours. Nothing is
-intercepted at run time, so a call costs no more than before.
+Each method that calls one of PyTorch's activation functions is overridden by a copy that calls ours. The copies of one class's
+methods are a class right before it in the method resolution order, so super() finds them too. Nothing is intercepted at run
+time, and a call costs no more than before.
 """
 
 import copyreg
 import dis
 import functools
-import inspect
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any, cast
@@ -36,14 +37,25 @@ FUNCTIONS = {kind: function_of(kind) for kind in OURS}
 @cache
 def functions(names: frozenset[str]) -> dict[Callable[..., Any], Callable[..., Any]]:
     """What to call in the place of torch.relu, torch.Tensor.relu_, torch.nn.functional.leaky_relu_ and their like."""
-    table = {}
+    table: dict[Callable[..., Any], Callable[..., Any]] = {}
     for name in names:
         ours = getattr(functional, name)
         for owner in (nn.functional, torch, torch.Tensor):
-            for pytorchs, replacement in ((name, ours), (name + "_", partial(ours, inplace=True))):
-                if hasattr(owner, pytorchs):
-                    table[getattr(owner, pytorchs)] = replacement
+            if pytorchs := getattr(owner, name, None):
+                table[pytorchs] = ours if isinstance(pytorchs, types.FunctionType) else _or_out(ours, pytorchs)
+            if in_place := getattr(owner, name + "_", None):
+                table[in_place] = partial(ours, inplace=True)
     return table
+
+
+def _or_out(ours, pytorchs):
+    """Ours, but PyTorch's where it is to write to another tensor, as torch.threshold can."""
+
+    @functools.wraps(ours)
+    def function(*args, **kwargs):
+        return pytorchs(*args, **kwargs) if "out" in kwargs else ours(*args, **kwargs)
+
+    return function
 
 
 class CallsOurs(modules.Packed):
@@ -60,22 +72,15 @@ class CallsOurs(modules.Packed):
         return f"{type(self)._fastact_original.__name__}[{names}]"
 
     def __reduce_ex__(self, protocol):
-        """Copying and loading create the class again: it isn't an attribute of any Python module."""
         make, arguments, *rest = super().__reduce_ex__(protocol)
-        if make is not copyreg.__newobj__ or arguments[0] is not type(self):
-            return make, arguments, *rest
-        state = dict(rest[0])
-        _restore_functions(state)
-        return _new, (type(self)._fastact_original, type(self)._fastact_names, *arguments[1:]), state, *rest[1:]
+        if rest and isinstance(rest[0], dict):
+            rest[0] = dict(rest[0])
+            _restore_functions(rest[0])
+        return make, arguments, *rest
 
     def __setstate__(self, state):
         super().__setstate__(state)
         _replace_functions(self, _Rebinding(type(self)._fastact_names))
-
-
-def _new(original, names, *arguments):
-    kind = _class_that_calls_ours(original, names)
-    return kind.__new__(kind, *arguments)
 
 
 HELD = "_fastact_functions"  # the attributes of a module that are functions: as they were, and as they are
@@ -120,7 +125,7 @@ def replace(module: nn.Module, names: Iterable[str]) -> bool:
             module.__class__ = OURS[original]
     elif names and not isinstance(module, GraphModule):  # whose class is made from its graph
         rebind = _Rebinding(names)
-        if _methods(original, names) or any(rebind(value) is not value for value in vars(module).values()):
+        if _copies(original, names) or any(rebind(value) is not value for value in vars(module).values()):
             module.__class__ = _class_that_calls_ours(original, names)
             _replace_functions(module, rebind)
     return is_replaced(module)
@@ -128,17 +133,18 @@ def replace(module: nn.Module, names: Iterable[str]) -> bool:
 
 def _members(original):
     kinds = original.__mro__[: original.__mro__.index(nn.Module)]
-    return {name: inspect.getattr_static(original, name) for kind in kinds for name in vars(kind)}
+    return {(kind, name): member for kind in kinds for name, member in vars(kind).items()}
 
 
 def _cached(function):
     """As functools.cache, until a member of the class is assigned anew."""
     known: dict[Any, Any] = {}
 
+    @functools.wraps(function)
     def cached(original, names):
         members = _members(original)
         before, result = known.get((original, names), (None, None))
-        if before is None or before.keys() != members.keys() or any(before[name] is not members[name] for name in members):
+        if before is None or before.keys() != members.keys() or any(before[key] is not members[key] for key in members):
             result = function(original, names)
             known[original, names] = members, result
         return result
@@ -147,10 +153,14 @@ def _cached(function):
 
 
 @_cached
-def _methods(original, names):
-    """Copies of a class's methods that call ours, for those that call PyTorch's."""
+def _copies(original, names):
+    """For each class that `original` derives from, itself included, a class of copies of those methods that call ours."""
     rebind = _Rebinding(names)
-    return {name: rebind(member) for name, member in _members(original).items() if rebind(member) is not member}
+    methods: defaultdict[type, dict[str, Any]] = defaultdict(dict)
+    for (kind, name), member in _members(original).items():
+        if (copy := rebind(member)) is not member:
+            methods[kind][name] = copy
+    return {kind: type(kind.__name__, (), copies) for kind, copies in methods.items()}
 
 
 @_cached
@@ -158,12 +168,32 @@ def _class_that_calls_ours(original, names):
     facts = {
         "_fastact_original": original,
         "_fastact_names": names,
+        "_fastact_copies": _copies(original, names),
         "__module__": original.__module__,
         "__doc__": original.__doc__,
     }
-    kind = type(original)(original.__name__, (CallsOurs, original), {**_methods(original, names), **facts})
+    kind = _metaclass(type(original))(original.__name__, (CallsOurs, original), facts)
     kind.__qualname__ = original.__qualname__
     return kind
+
+
+@cache
+def _metaclass(original):
+    class Meta(original):
+        def mro(cls):
+            copies = vars(cls).get("_fastact_copies", {})
+            return [each for kind in super().mro() for each in (copies.get(kind), kind) if each is not None]
+
+    # Copying and loading create the class again: it isn't an attribute of any Python module.
+    copyreg.pickle(Meta, _reduce)
+    return Meta
+
+
+def _reduce(kind):
+    facts = vars(kind)
+    if "_fastact_original" not in facts:  # derived from one of ours
+        return kind.__qualname__
+    return _class_that_calls_ours, (facts["_fastact_original"], facts["_fastact_names"])
 
 
 class _Namespace(types.ModuleType):

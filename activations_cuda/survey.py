@@ -100,9 +100,9 @@ def _named(func):
 class _Watch(TorchFunctionMode):
     """Records every call of an activation function, PyTorch's or this package's, and runs PyTorch's."""
 
-    def __init__(self, running):
+    def __init__(self, modules):
         super().__init__()
-        self.running = running
+        self.modules = modules
         self.names = {}
         for name in FUNCTIONS.values():
             self.names |= dict.fromkeys(functions(frozenset([name])), name)
@@ -120,13 +120,23 @@ class _Watch(TorchFunctionMode):
         if func not in self.names or "out" in kwargs:
             return func(*args, **kwargs)
         function = self.names[func]
-        self.call = _Call(self.running(), function, _bits(function, args, kwargs), is_ours=bool(name))
+        self.call = _Call(self._caller(), function, _bits(function, args, kwargs), is_ours=bool(name))
         self.calls.append(self.call)
         try:
             with torch._C.DisableTorchFunction():  # an outer ConvertMode would turn it back into ours
                 return func(*args, **kwargs)
         finally:
             self.call = None
+
+    def _caller(self):
+        """The module whose method calls: one that is called by its forward, past its hooks, too."""
+        frame = sys._getframe()
+        while frame := frame.f_back:
+            code = frame.f_code
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(first, nn.Module) and first in self.modules:
+                return first
+        return next(iter(self.modules))  # the model itself, in a thread of its own
 
 
 def _bits(name, args, kwargs):
@@ -265,7 +275,7 @@ class Survey:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             running = stack.enter_context(_running_module(model))
-            watch = _Watch(running)
+            watch = _Watch(self.names)
 
             def owner():
                 if watch.call is not None:
