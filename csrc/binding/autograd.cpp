@@ -15,6 +15,7 @@
 #include "../torch_version.h"
 #include "composite.h"
 #include "find.h"
+#include "node.h"
 #include "older_torch.h"
 #include "strides.h"
 
@@ -167,20 +168,8 @@ struct MaskedScaleBackward : Node {
   Rule rule_;
 };
 
-// Autograd holds its nodes by c10::intrusive_ptr or, in older releases, by std::shared_ptr.
-template <class AnyNode>
-c10::intrusive_ptr<AnyNode> adopt(AnyNode* node, const c10::intrusive_ptr<AnyNode>*) {
-  return c10::intrusive_ptr<AnyNode>::unsafe_steal_from_new(node);
-}
-template <class AnyNode>
-std::shared_ptr<AnyNode> adopt(AnyNode* node, const std::shared_ptr<AnyNode>*) {
-  return {node, [](AnyNode* it) { deleteNode(it); }};
-}
-using NodePointer = decltype(torch::autograd::Edge::function);
-
 NodePointer make_node(const at::Tensor& self, const at::Tensor& mask, Rule rule) {
-  Node* node = new MaskedScaleBackward(self, mask, std::move(rule));
-  return adopt(node, static_cast<NodePointer*>(nullptr));
+  return adopt(new MaskedScaleBackward(self, mask, std::move(rule)));
 }
 
 Rule make_rule(Derivative derivative, c10::SymIntArrayRef mask_strides, const at::Tensor& saved) {

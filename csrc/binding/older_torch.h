@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/enum_tag.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <vector>

@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/LegacyVmapTransforms.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
 #include <string>
@@ -12,6 +11,7 @@
 #include "arguments.h"
 #include "autograd.h"
 #include "composite.h"
+#include "dispatch.h"
 #include "family.h"
 #include "find.h"
 #include "older_torch.h"
@@ -26,14 +26,6 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 using OutputAndMask = std::tuple<Tensor, Tensor>;
 
-// Whether the kernels may read the tensor's memory as its strides say: nothing traces it, wraps it or lies between it and its
-// elements (a subclass, a functorch transform, a lazy negation).
-bool is_plain(const Tensor& tensor) {
-  constexpr auto transparent = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
-  const auto keys = tensor.key_set() - transparent;
-  return keys == DispatchKeySet(DispatchKey::CPU) || keys == DispatchKeySet(DispatchKey::CUDA);
-}
-
 // Sparse and MKL-DNN tensors and nested ones of the old kind have elements that ATen's composition can't reach.
 bool is_strided_or_jagged(const Tensor& tensor) {
   return tensor.is_nested() ? is_jagged(tensor) : tensor.layout() == at::kStrided;
@@ -43,24 +35,6 @@ bool is_strided_or_jagged(const Tensor& tensor) {
 bool may_forget_history(const Tensor& tensor) {
   return at::GradMode::is_enabled() && !tensor.is_leaf() && !tensor.is_view() && !tensor.retains_grad() &&
          !tensor._fw_grad(/*level=*/0).defined();
-}
-
-// Goes on below autograd: for a plain tensor that nobody watches (a dispatch mode, say) with kernel(backend), which the
-// dispatcher would call next and need not look up again; else with redispatch(keys).
-template <class Kernel, class Redispatch>
-auto below_autograd(DispatchKeySet keys, const Kernel& kernel, const Redispatch& redispatch) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const auto below = keys & c10::after_ADInplaceOrView_keyset;
-  switch (below.highestPriorityTypeId()) {
-    case DispatchKey::CPU:
-      return kernel(Cpu());
-#if defined(FASTACT_CUDA)
-    case DispatchKey::CUDA:
-      return kernel(Cuda());
-#endif
-    default:
-      return redispatch(below);
-  }
 }
 
 // How PyTorch's own ops take a parameter.
@@ -312,7 +286,7 @@ std::string without_defaults(std::string parameters) {
 // and hardtanh_with_mask, whose parameters have no defaults.
 template <class Op>
 void define(torch::Library& library) {
-  using K = WithParameters<Kernels, Op>;
+  using K = typename Op::template WithParameters<Kernels>;
   const std::string overload = Op::overload[0] == '\0' ? "" : std::string(".") + Op::overload;
   const std::string parameters = Op::parameters[0] == '\0' ? "" : std::string(", ") + Op::parameters;
   const auto implement = [&](const std::string& op, DispatchKey key, auto* kernel) {

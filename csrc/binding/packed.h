@@ -46,8 +46,8 @@ struct Cpu {
     return at::Tensor(at::detail::empty_strided_cpu(like.sizes(), strides, like.scalar_type()));
   }
 
-  static at::Tensor empty_mask(const at::Tensor& like) {
-    return at::Tensor(at::detail::empty_cpu({mask_bytes(like.numel())}, at::kByte));
+  static at::Tensor empty_bytes(const at::Tensor&, int64_t bytes) {
+    return at::Tensor(at::detail::empty_cpu({bytes}, at::kByte));
   }
 
   // Calls kernel(begin, end) for ranges that begin where the kernels may begin.
@@ -93,8 +93,8 @@ struct Cuda {
     return at::Tensor(at::detail::empty_strided_cuda(like.sizes(), strides, like.scalar_type(), like.device()));
   }
 
-  static at::Tensor empty_mask(const at::Tensor& like) {
-    return at::Tensor(at::detail::empty_cuda({mask_bytes(like.numel())}, at::kByte, like.device(), std::nullopt));
+  static at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
+    return at::Tensor(at::detail::empty_cuda({bytes}, at::kByte, like.device(), std::nullopt));
   }
 
   template <class F, class scalar_t>
@@ -111,7 +111,6 @@ struct Cuda {
     check_launch(cuda::masked_scale<scalar_t>(grad, where, mask, y, inside, outside, n, c10::cuda::getCurrentCUDAStream()));
   }
 
- private:
   static void check_launch(cudaError_t error) {
     if (error == cudaErrorNoKernelImageForDevice) {
       int device, major, minor;
@@ -151,7 +150,7 @@ at::Tensor packed(const at::Tensor& self, Parameters... parameters) {
 template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_with_mask(const at::Tensor& self, Parameters... parameters) {
   at::Tensor output = Backend::empty(self, output_format<Op>(self));
-  at::Tensor mask = Backend::empty_mask(self);
+  at::Tensor mask = Backend::empty_bytes(self, mask_bytes(self.numel()));
   run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);
   return {std::move(output), std::move(mask)};
 }
@@ -170,7 +169,7 @@ void packed_inplace(const at::Tensor& self, Parameters... parameters) {
 template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_inplace_with_mask(const at::Tensor& self, Parameters... parameters) {
   if (self.is_non_overlapping_and_dense()) {
-    at::Tensor mask = Backend::empty_mask(self);
+    at::Tensor mask = Backend::empty_bytes(self, mask_bytes(self.numel()));
     run<Op, Backend>(self, self, mutable_data<uint8_t>(mask), parameters...);
     return {self, std::move(mask)};
   }

@@ -1,0 +1,46 @@
+// How an op comes to its kernel.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "packed.h"
+
+namespace fastact {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+#if defined(FASTACT_CUDA)
+constexpr bool kHasCuda = true;
+#else
+constexpr bool kHasCuda = false;
+#endif
+
+// Whether the kernels may read the tensor's memory as its strides say: nothing traces it, wraps it or lies between it and its
+// elements (a subclass, a functorch transform, a lazy negation).
+inline bool is_plain(const at::Tensor& tensor) {
+  constexpr auto transparent = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  const auto keys = tensor.key_set() - transparent;
+  return keys == DispatchKeySet(DispatchKey::CPU) || keys == DispatchKeySet(DispatchKey::CUDA);
+}
+
+// Goes on below autograd: for a plain tensor that nobody watches (a dispatch mode, say) with kernel(backend), which the
+// dispatcher would call next and need not look up again; else with redispatch(keys).
+template <class Kernel, class Redispatch>
+auto below_autograd(DispatchKeySet keys, const Kernel& kernel, const Redispatch& redispatch) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const auto below = keys & c10::after_ADInplaceOrView_keyset;
+  switch (below.highestPriorityTypeId()) {
+    case DispatchKey::CPU:
+      return kernel(Cpu());
+#if defined(FASTACT_CUDA)
+    case DispatchKey::CUDA:
+      return kernel(Cuda());
+#endif
+    default:
+      return redispatch(below);
+  }
+}
+
+}  // namespace fastact
