@@ -153,15 +153,22 @@ class BuildWithRecord(BuildExtension):
 cxx = ["-O3", "-g0", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-fvisibility=hidden"]
 link = ["-fopenmp"] if is_clang() else []
 nvcc = ["-O3", "-fmad=false", "--ptxas-options=-v,--warn-on-spills"]
-sources = ["csrc/binding/ops.cpp", "csrc/binding/autograd.cpp", "csrc/binding/module.cpp", "csrc/cpu/kernels.cpp"]
+sources = [*sorted(str(path) for folder in ("binding", "cpu") for path in Path("csrc", folder).glob("*.cpp"))]
+version_macro = ("FASTACT_VERSION", f'"{VERSION}"')
 
 if reason:
-    extension = CppExtension("activations_cuda._C", sources, extra_compile_args={"cxx": cxx}, extra_link_args=link)
+    extension = CppExtension(
+        "activations_cuda._C",
+        sources,
+        define_macros=[version_macro],
+        extra_compile_args={"cxx": cxx},
+        extra_link_args=link,
+    )
 else:
     extension = CUDAExtension(
         "activations_cuda._C",
-        [*sources, "csrc/cuda/kernels.cu"],
-        define_macros=[("FASTACT_CUDA", None)],
+        [*sources, "csrc/cuda/kernels.cu", "csrc/cuda/lookup.cu"],
+        define_macros=[version_macro, ("FASTACT_CUDA", None)],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         extra_link_args=link,
     )

@@ -7,5 +7,6 @@ from torch import Tensor
 compiler: str
 cuda_toolkit: str | None
 saves: dict[str, str]
+smooth: set[str]
 
 def __getattr__(name: str) -> Callable[..., Tensor]: ...

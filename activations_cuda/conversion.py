@@ -15,8 +15,9 @@ from activations_cuda.survey import Survey, log, summary
 
 __all__ = ["ConvertMode", "convert", "converted", "revert"]
 
-# PyTorch's ReLU saves its output for backward, which the next layer usually saves too. There the bits would be pure overhead.
-BY_DEFAULT = tuple(kind for kind, name in FUNCTIONS.items() if _C.saves[name] != "output")
+# PyTorch's ReLU saves its output for backward, which the next layer usually saves too. There the bits would be pure overhead. A
+# smooth activation pays where the next layer saves the output, and costs a second tensor where it doesn't.
+BY_DEFAULT = tuple(kind for kind, name in FUNCTIONS.items() if _C.saves[name] != "output" and name not in _C.smooth)
 
 
 def _pays_by_default(function, inplace):

@@ -4,6 +4,9 @@ Each returns PyTorch's own numbers to the bit on a plain CPU or CUDA tensor of d
 keeps one bit per element for the backward pass. Under torch.compile each is a handful of ATen ops that fuse with their
 neighbours, and a value's last bit may differ. Any other dtype gets what PyTorch's op does with it.
 
+In bfloat16 and float16 ``gelu``, ``hardswish``, ``mish`` and ``silu`` save their output, which the next layer usually saves
+too, and a code of a few bits per element. Any other dtype gets PyTorch's op.
+
 Common to all: the input is a tensor of any shape and strides. With ``inplace=True`` it is written to and returned; one bit per
 element is kept, and no clone of the input. Otherwise a new tensor of its shape, dtype and device is returned, with the strides
 that PyTorch's op gives it. A bool or complex input raises NotImplementedError, and so do integers where PyTorch has no rule for
@@ -16,7 +19,20 @@ from torch import Tensor
 from activations_cuda import _C
 from activations_cuda._torch_version import is_dynamo_compiling, is_exporting
 
-__all__ = ["hardshrink", "hardsigmoid", "hardtanh", "leaky_relu", "relu", "relu6", "softshrink", "threshold"]
+__all__ = [
+    "gelu",
+    "hardshrink",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
+    "mish",
+    "relu",
+    "relu6",
+    "silu",
+    "softshrink",
+    "threshold",
+]
 
 
 # Where nothing is compiled, the forms below call the compiled module: torch.ops costs a microsecond more.
@@ -196,3 +212,74 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
     """
     ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
     return ops.threshold_(input, threshold, value) if inplace else ops.threshold(input, threshold, value)
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    r"""The Gaussian error linear unit, as :func:`torch.nn.functional.gelu`.
+
+    .. math:: \text{gelu}(x) = x \cdot \Phi(x)
+
+    with the standard normal distribution function :math:`\Phi`, or, with ``approximate="tanh"``,
+
+    .. math:: \text{gelu}(x) = \frac{x}{2} \left(1 + \tanh\left(\sqrt{2 / \pi} \cdot (x + 0.044715 x^3)\right)\right)
+
+    Args:
+        input: a floating-point tensor of any shape.
+        approximate: ``"none"`` or ``"tanh"``.
+
+    Returns:
+        A tensor of the input's shape and dtype.
+
+    Raises:
+        RuntimeError: another ``approximate``.
+    """
+    ops = _ops() if is_dynamo_compiling() or is_exporting() else None
+    return ops.gelu(input, approximate=approximate) if ops else _C.gelu(input, approximate)
+
+
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    r"""The sigmoid linear unit, also known as swish, as :func:`torch.nn.functional.silu`.
+
+    .. math:: \text{silu}(x) = \frac{x}{1 + e^{-x}}
+
+    Args:
+        input: a floating-point tensor of any shape.
+        inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
+    """
+    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    return ops.silu_(input) if inplace else ops.silu(input)
+
+
+def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
+    r"""A swish with a sigmoid of three straight lines, as :func:`torch.nn.functional.hardswish`.
+
+    .. math:: \text{hardswish}(x) = x \cdot \frac{\min(\max(x + 3, 0), 6)}{6}
+
+    Args:
+        input: a floating-point tensor of any shape.
+        inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
+    """
+    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    return ops.hardswish_(input) if inplace else ops.hardswish(input)
+
+
+def mish(input: Tensor, inplace: bool = False) -> Tensor:
+    r"""A self-regularized non-monotonic function, as :func:`torch.nn.functional.mish`.
+
+    .. math:: \text{mish}(x) = x \cdot \tanh(\ln(1 + e^x))
+
+    Args:
+        input: a floating-point tensor of any shape.
+        inplace: write to the input.
+
+    Returns:
+        A tensor of the input's shape and dtype; in place, the input.
+    """
+    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    return ops.mish_(input) if inplace else ops.mish(input)

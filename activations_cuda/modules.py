@@ -8,7 +8,20 @@ from torch import Tensor, nn
 
 from activations_cuda import functional as F
 
-__all__ = ["Hardshrink", "Hardsigmoid", "Hardtanh", "LeakyReLU", "ReLU", "ReLU6", "Softshrink", "Threshold"]
+__all__ = [
+    "GELU",
+    "Hardshrink",
+    "Hardsigmoid",
+    "Hardswish",
+    "Hardtanh",
+    "LeakyReLU",
+    "Mish",
+    "ReLU",
+    "ReLU6",
+    "SiLU",
+    "Softshrink",
+    "Threshold",
+]
 
 
 class Packed(nn.Module):
@@ -77,3 +90,31 @@ class Threshold(Packed, nn.Threshold):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.threshold(input, self.threshold, self.value, self.inplace)
+
+
+class GELU(Packed, nn.GELU):
+    """:class:`torch.nn.GELU`, saving its output and a few bits per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu(input, self.approximate)
+
+
+class SiLU(Packed, nn.SiLU):
+    """:class:`torch.nn.SiLU`, saving its output and a few bits per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.silu(input, self.inplace)
+
+
+class Hardswish(Packed, nn.Hardswish):
+    """:class:`torch.nn.Hardswish`, saving its output and a few bits per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.hardswish(input, self.inplace)
+
+
+class Mish(Packed, nn.Mish):
+    """:class:`torch.nn.Mish`, saving its output and a few bits per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.mish(input, self.inplace)

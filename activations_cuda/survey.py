@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from activations_cuda import functional
+from activations_cuda import _C, functional
 from activations_cuda.replacements import FUNCTIONS, functions, original_of, replace
 
 log = logging.getLogger("activations_cuda")
@@ -66,6 +66,8 @@ class _Call:
     bits: int | None  # how many bytes of bits it would save if converted; None if the kernels don't take its arguments
     is_ours: bool  # this package's function was called
     saves: bool = False
+    saves_output: bool = False  # beside the bits, if converted
+    is_overwritten: bool = False  # its output, by somebody else later
 
 
 @dataclass(eq=False)
@@ -74,6 +76,7 @@ class _Storage:
 
     size: int
     savers: list[tuple[nn.Module, _Call | None]] = field(default_factory=list)
+    outputs_of: list[_Call] = field(default_factory=list)  # those that would save it if converted
 
 
 @contextmanager
@@ -103,6 +106,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, modules):
         super().__init__()
         self.modules = modules
+        self.outputs = []
         self.names = {}
         for name in FUNCTIONS.values():
             self.names |= dict.fromkeys(functions(frozenset([name])), name)
@@ -124,9 +128,12 @@ class _Watch(TorchFunctionMode):
         self.calls.append(self.call)
         try:
             with torch._C.DisableTorchFunction():  # an outer ConvertMode would turn it back into ours
-                return func(*args, **kwargs)
+                output = func(*args, **kwargs)
         finally:
             self.call = None
+        if function in _C.smooth and isinstance(output, Tensor):
+            self.outputs.append((self.calls[-1], output, output._version))
+        return output
 
     def _caller(self):
         """The module whose method calls: one that is called by its forward, past its hooks, too."""
@@ -146,11 +153,12 @@ def _bits(name, args, kwargs):
     input, *parameters = (value for key, value in arguments.arguments.items() if key != "inplace" and value is not None)
     if not isinstance(input, FakeTensor) and type(input) not in (Tensor, nn.Parameter):
         return None
+    op = getattr(torch.ops.fastact, name + ("_with_code" if name in _C.smooth else "_with_mask"))
     try:
-        _, mask = getattr(torch.ops.fastact, name + "_with_mask")(torch.empty_like(input, device="meta"), *parameters)
+        _, bits = op(torch.empty_like(input, device="meta"), *parameters)
     except (NotImplementedError, ValueError):
         return None
-    return mask.numel()
+    return bits.numel()
 
 
 def _packed(func, name, args, kwargs):
@@ -285,7 +293,12 @@ class Survey:
             saved = stack.enter_context(saved_storages(owner, but=tuple(state.values())))
             stack.enter_context(watch)
             output = torch.func.functional_call(model, state, args, kwargs)
-        del output  # until here it holds all that was counted
+        for call, tensor, version in watch.outputs:
+            storage = tensor.untyped_storage()
+            call.saves_output = True
+            call.is_overwritten = tensor._version != version
+            saved.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
+        del output, watch.outputs  # until here they hold all that was counted
         self.storages = list(saved.values())
         self.calls = watch.calls
 
@@ -297,6 +310,7 @@ class Survey:
         """The units whose conversion lowers what is saved: all, less those that gain nothing, until every one gains."""
         chosen = {unit for call in self.calls if (unit := self._unit(call))}
         as_it_comes = {unit for unit in chosen if unit[0] not in self.candidates}  # the model's own code calls ours
+        chosen -= {self._unit(call) for call in self.calls if call.is_overwritten} - as_it_comes
         while without := {unit for unit, gain in self._gains(chosen).items() if gain <= 0} - as_it_comes:
             chosen -= without
         return chosen if self.saved(chosen).total() < self.saved(as_it_comes).total() else as_it_comes
@@ -308,25 +322,25 @@ class Survey:
             if call.saves and self._unit(call) in chosen:
                 gains[self._unit(call)] -= call.bits
         for storage in self.storages:
-            units = {self._unit(call) if call else None for _, call in storage.savers}
-            if units <= chosen:
-                for unit in units:
-                    gains[unit] += storage.size
+            is_saved = bool(self._savers(storage, chosen))
+            calls = [*(call for _, call in storage.savers if call), *storage.outputs_of]
+            for unit in {self._unit(call) for call in calls} & chosen:
+                gains[unit] += storage.size * (bool(self._savers(storage, chosen - {unit})) - is_saved)
         return gains
+
+    def _savers(self, storage, chosen):
+        """The modules that save it once these units are converted."""
+        unconverted = [module for module, call in storage.savers if call is None or self._unit(call) not in chosen]
+        return unconverted + [call.module for call in storage.outputs_of if call.saves and self._unit(call) in chosen]
 
     def saved(self, chosen: Collection[tuple[nn.Module, str]]) -> Counter[nn.Module]:
         """The bytes that each module saves once these units are converted; a shared tensor counts for the first module."""
-
-        def is_converted(call):
-            return self._unit(call) in chosen
-
         saved: Counter[nn.Module] = Counter()
         for storage in self.storages:
-            others = [module for module, call in storage.savers if call is None or not is_converted(call)]
-            if others:
-                saved[others[0]] += storage.size
+            if savers := self._savers(storage, chosen):
+                saved[savers[0]] += storage.size
         for call in self.calls:
-            if call.saves and is_converted(call):
+            if call.saves and self._unit(call) in chosen:
                 saved[call.module] += call.bits
         return saved
 
@@ -363,6 +377,10 @@ class Survey:
                 if not any(call.is_ours for call in calls)
                 else "arguments of PyTorch's op alone"
             )
+        if any(call.is_overwritten for call in calls):
+            return "its output is written to in place"
+        if any(call.saves_output for call in calls):
+            return "another layer saves its input, or none its output"
         return "another layer saves the same tensor"
 
 

@@ -134,6 +134,60 @@ FAMILY = [
 A_FEW = [FAMILY[0], FAMILY[4]]  # a slope of 1 and another, where that will do
 
 
+@dataclass(frozen=True)
+class Smooth:
+    """A smooth activation: what to equal is PyTorch's op, whatever that computes."""
+
+    name: str
+    parameters: tuple = ()
+    bits: tuple = (5, 10)  # of the code, in bfloat16 and float16
+
+    def __str__(self):
+        return "_".join((self.name, *self.parameters))
+
+    def _arguments(self):
+        return dict(zip(("approximate",), self.parameters, strict=False))
+
+    def __call__(self, x):
+        return getattr(torch.ops.fastact, self.name)(x, **self._arguments())
+
+    def inplace(self, x, *_):
+        return getattr(torch.ops.fastact, self.name + "_")(x, **self._arguments())
+
+    def with_code(self, x):
+        return getattr(torch.ops.fastact, self.name + "_with_code")(x, *self.parameters)
+
+    def reference(self, x):
+        return getattr(torch.ops.aten, self.name)(x, **self._arguments())
+
+    def reference_inplace(self, x):
+        return getattr(torch.ops.aten, self.name + "_")(x, **self._arguments())
+
+    def code_backward(self, *arguments, **keywords):
+        return torch.ops.fastact.code_backward(*arguments, str(self).removesuffix("_none"), **keywords)
+
+    def reference_backward(self, grad, x):
+        return getattr(torch.ops.aten, self.name + "_backward")(grad, x, **self._arguments())
+
+    def code_bytes(self, x):
+        return (x.numel() + 7) // 8 * self.bits[x.dtype == torch.float16]
+
+
+SMOOTH = [
+    Smooth("gelu", ("none",), (8, 10)),
+    Smooth("gelu", ("tanh",), (5, 8)),
+    Smooth("silu"),
+    Smooth("hardswish", (), (5, 8)),
+    Smooth("mish"),
+]
+HALF_TYPES = [torch.bfloat16, torch.float16]
+
+
+def every_pattern(dtype, device="cpu"):
+    """All 65,536 values of a dtype of 16 bits."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+
+
 def forms(row):
     """The op, and the op in place of a copy."""
     return row, lambda x: row.inplace(x * 1, *row.parameters)

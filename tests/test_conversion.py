@@ -265,6 +265,76 @@ def test_reaches_what_a_module_calls(kind):
     assert vars(converted).keys() == vars(model).keys()
 
 
+class Mlp(nn.Module):
+    """In bfloat16: two matrix products, the second of which saves what the activation returns."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 96), nn.Linear(96, 48)
+        self.function = function
+        self.bfloat16()
+
+    def forward(self, x):
+        return self.second(self.function(self.first(x)))
+
+
+def swiglu(x):
+    return F.silu(x) * x.sin()
+
+
+def tokens():
+    return torch.randn(8, 7, 48).bfloat16()
+
+
+SMOOTH = {
+    "gelu": F.gelu,
+    "gelu tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "silu in place": partial(F.silu, inplace=True),
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "GELU": nn.GELU(),
+    "GELU tanh": nn.GELU("tanh"),
+    "SiLU in place": nn.SiLU(inplace=True),
+    "Hardswish": nn.Hardswish(),
+    "Mish": nn.Mish(),
+}
+
+
+@pytest.mark.parametrize("function", SMOOTH.values(), ids=SMOOTH.keys())
+def test_a_smooth_activation_whose_output_is_saved(function):
+    model, x = Mlp(function), tokens()
+    report = activations_cuda.memory_report(model, x)
+    converted = activations_cuda.convert(copy.deepcopy(model), example_inputs=(x,))
+    assert sum(activations_cuda.converted(converted).values()) == 1
+    assert measure(model, x) == report.before
+    assert measure(converted, x) == report.after < report.before
+    assert_same_step(converted, model, x)
+    assert not activations_cuda.converted(activations_cuda.convert(copy.deepcopy(model)))  # by default
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda t: F.gelu(t) + 1, "another layer saves its input, or none its output"),
+        (swiglu, "another layer saves its input, or none its output"),
+        (lambda t: F.silu(t).mul_(2), "its output is written to in place"),
+        (lambda t: F.dropout(F.mish(t), 0.1, inplace=True), "its output is written to in place"),
+        (lambda t: F.hardswish(t.float()).bfloat16(), "arguments of PyTorch's op alone"),
+    ],
+    ids=["added", "gated", "scaled", "dropped", "float32"],
+)
+def test_a_smooth_activation_that_does_not_pay(function, reason):
+    model, x = Mlp(function), tokens()
+    report = activations_cuda.memory_report(model, x)
+    (decision,) = report.decisions
+    assert (decision.converted, decision.reason) == (False, reason)
+    assert measure(model, x) == report.before == report.after
+    activations_cuda.convert(model, example_inputs=(x,))
+    assert not activations_cuda.converted(model)
+    step(model, x)
+
+
 class ByMethod(Calls):
     def act(self, x):
         return x.relu() + 1

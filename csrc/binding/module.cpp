@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/python_numbers.h>
+#include <torch/csrc/utils/python_strings.h>
 
 #include <string>
 #include <tuple>
@@ -15,6 +16,8 @@
 #include "autograd.h"
 #include "family.h"
 #include "find.h"
+#include "smooth.h"
+#include "smooth_autograd.h"
 
 #if defined(FASTACT_CUDA)
 #include <cuda.h>
@@ -45,6 +48,18 @@ struct Functions {
     }
 
    private:
+    template <class Parameter>
+    static Parameter as(PyObject* argument) {
+      if constexpr (std::is_same_v<Parameter, double>) {
+        return number(argument);
+      } else {
+        TORCH_CHECK_TYPE(
+            PyUnicode_Check(argument), function_name<Op, inplace>(), ": expected a string as parameter, got ",
+            Py_TYPE(argument)->tp_name);
+        return THPUtils_unpackStringView(argument);
+      }
+    }
+
     // A tensor serves where it is one number and no more, as for PyTorch: its gradient would be lost unseen.
     static double number(PyObject* argument) {
       if (!PyFloat_Check(argument) && !PyLong_Check(argument) && THPVariable_Check(argument)) {
@@ -70,12 +85,13 @@ struct Functions {
         // A subclass's or a mode's __torch_function__ must see the op.
         const py::object packet = py::module_::import("torch").attr("ops").attr("fastact").attr(name.c_str());
         const py::object op = packet.attr(Op::overload[0] == '\0' ? "default" : Op::overload);
-        return PyObject_Vectorcall(op.ptr(), arguments, count, nullptr);
+        const py::object keywords = Op::keyword == nullptr ? py::object() : py::make_tuple(Op::keyword);
+        return PyObject_Vectorcall(op.ptr(), arguments, count - (keywords ? 1 : 0), keywords.ptr());
       }
       static const auto op = find<Output(Self, Parameters...)>(name, Op::overload);
       // An in-place op's signature wants it mutable.
       auto& self = const_cast<at::Tensor&>(THPVariable_Unpack(arguments[0]));
-      const std::tuple<Parameters...> parameters{number(arguments[1 + Index])...};
+      const std::tuple<Parameters...> parameters{as<Parameters>(arguments[1 + Index])...};
       at::Tensor output;
       {
         const py::gil_scoped_release no_gil;
@@ -90,7 +106,7 @@ struct Functions {
 template <class Op, bool inplace>
 PyMethodDef method() {
   static const std::string name = function_name<Op, inplace>();
-  const auto function = &WithParameters<Functions<inplace>::template Function, Op>::call;
+  const auto function = &Op::template WithParameters<Functions<inplace>::template Function>::call;
   return {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
@@ -112,22 +128,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fastact;
   static PyMethodDef methods[] = {
 #define ACTIVATION(op, overload, F, parameters, pytorch) method<F##Op, false>(), method<F##Op, true>(),
+#define SMOOTH(op, F) method<F##Op, false>(), method<F##Op, true>(),
 #include "../family.def"
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) {
     throw py::error_already_set();
   }
 
-  // By the name of the op: what PyTorch's saves for backward.
+  // By the name of the op: what PyTorch's saves for backward, and the ops of which ours saves the output, with a code.
   py::dict saves;
+  py::set smooth;
 #define ACTIVATION(op, overload, F, parameters, pytorch) saves[#op] = name_of(F##Op::Activation<double>::saves);
+#define SMOOTH(op, F)                 \
+  saves[#op] = name_of(Saves::input); \
+  smooth.add(#op);
 #include "../family.def"
   module.attr("saves") = saves;
+  module.attr("smooth") = smooth;
 
   // Or Python would show a node as a CppFunction.
-  static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)}, code_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};
   torch::autograd::registerCppFunction(
       node_type(), torch::autograd::_initFunctionPyTypeObject(node_class, kNodeName, nullptr, nullptr));
+  torch::autograd::registerCppFunction(
+      code_node_type(), torch::autograd::_initFunctionPyTypeObject(code_node_class, kCodeNodeName, nullptr, nullptr));
 
 #if defined(__clang__)
   module.attr("compiler") = "clang " __clang_version__;

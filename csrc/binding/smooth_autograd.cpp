@@ -1,0 +1,166 @@
+#include "smooth_autograd.h"
+
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../torch_version.h"
+#include "find.h"
+#include "node.h"
+#include "tables.h"
+
+#if FASTACT_COMPILED_AUTOGRAD
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#endif
+
+namespace fastact {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using Strides = std::vector<c10::SymInt>;
+
+at::Tensor call_code_backward(
+    const at::Tensor& grad, const at::Tensor& output, const at::Tensor& code, c10::string_view activation,
+    c10::SymIntArrayRef input_strides) {
+  static const auto op =
+      find<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::string_view, at::OptionalSymIntArrayRef)>(
+          "code_backward");
+  return grad.defined() ? op.call(grad, output, code, activation, input_strides) : grad;
+}
+
+struct CodeBackward : Node {
+  CodeBackward(const Smooth& activation, const at::Tensor& self, c10::SymIntArrayRef input_strides)
+      : Node(torch::autograd::collect_next_edges(self)), activation_(activation), input_strides_(input_strides) {}
+
+  void save(SavedVariable output, const at::Tensor& code) {
+    output_ = std::move(output);
+    code_ = SavedVariable(code, /*is_output=*/false);
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    const auto [output, code] = unpack();
+    if (at::GradMode::is_enabled() && grads[0].defined()) {
+      return {differentiable(grads[0], output, code)};
+    }
+    return {call_code_backward(grads[0], output, code, activation_.name, input_strides_)};
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    output_.reset_data();
+    code_.reset_data();
+  }
+
+  std::string name() const override { return kCodeNodeName; }
+
+#if FASTACT_COMPILED_AUTOGRAD
+  // For compiled autograd: what the node depends on, and its backward as a function of that.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(output_, /*is_output=*/true);
+    args.collect(code_, /*is_output=*/false);
+    args.collect(static_cast<int64_t>(activation_.index));
+    args.collect(c10::SymIntArrayRef(input_strides_));
+  }
+
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    using namespace torch::dynamo::autograd;
+    saved.before(output_);
+    saved.before(code_);
+    std::for_each(input_strides_.begin(), input_strides_.end(), [&](c10::SymInt& stride) { saved.before(stride); });
+    const auto [output, code] = unpack();
+    PackedArgs arguments;
+    arguments.pack(output);
+    arguments.pack(code);
+    arguments.pack(static_cast<int64_t>(activation_.index));
+    arguments.pack(Strides(input_strides_.begin(), input_strides_.end()));
+    const auto& compiler = getPyCompilerInterface();
+    const auto function = compiler->bind_function(
+        saved.get_py_compiler(), name(), apply_functional,
+        {at::TensorType::get(), at::TensorType::get(), at::IntType::get(), IValuePacker<Strides>::packed_type()},
+        /*is_custom_function=*/true);  // or a second node would find the name taken
+    variable_list result = compiler->call_function(
+        saved.get_py_compiler(), "apply_functional", function, grads, arguments.vec(),
+        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges())));
+    saved.after(output_);
+    saved.after(code_);
+    std::for_each(input_strides_.begin(), input_strides_.end(), [&](c10::SymInt& stride) { saved.after(stride); });
+    return result;
+  }
+
+  static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
+    torch::dynamo::autograd::PackedArgs arguments(saved);
+    const auto output = arguments.unpack<at::Tensor>();
+    const auto code = arguments.unpack<at::Tensor>();
+    const auto index = arguments.unpack<int64_t>();
+    const auto input_strides = arguments.unpack<Strides>();
+    return {call_code_backward(grads[0], output, code, kSmooth[index].name, input_strides)};
+  }
+#endif
+
+ private:
+  std::pair<at::Tensor, at::Tensor> unpack() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return {output_.unpack(pointer_to(this)), code_.unpack()};
+  }
+
+  // The gradient as a function of `grad` and of the input: of the input that is found again, with the history of the one that
+  // was given, PyTorch's op, differentiated.
+  at::Tensor differentiable(const at::Tensor& grad, const at::Tensor& output, const at::Tensor& code) const {
+    at::Tensor input = [&] {
+      const at::NoGradGuard no_grad;
+      const Tables* tables = tables_for(activation_, output);
+      return decode(*tables, output.detach(), code, C10_AS_INTARRAYREF_SLOW(input_strides_));
+    }();
+    torch::autograd::impl::set_gradient_edge(input, next_edge(0));
+    const at::Tensor alias = at::alias(input);  // or hooks of the given input would see this gradient too
+    return torch::autograd::grad(
+        {activation_.forward(alias)}, {alias}, {grad}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+  }
+
+  const Smooth& activation_;
+  SavedVariable output_, code_;
+  c10::SymDimVector input_strides_;
+};
+
+}  // namespace
+
+const std::type_info& code_node_type() {
+  return typeid(CodeBackward);
+}
+
+bool saves_code(const at::Tensor& self) {
+  return torch::autograd::compute_requires_grad(self) && !self._fw_grad(/*level=*/0).defined();
+}
+
+void record_code(const Smooth& activation, const at::Tensor& self, at::Tensor& output, const at::Tensor& code) {
+  if (!torch::autograd::compute_requires_grad(self)) {
+    return;
+  }
+  auto* node = new CodeBackward(activation, self, self.sym_strides());
+  torch::autograd::set_history(output, adopt(node));
+  node->save(SavedVariable(output, /*is_output=*/true), code);
+}
+
+void record_code_inplace(const Smooth& activation, at::Tensor& self, const at::Tensor& ordered, const at::Tensor& code) {
+  // The node first: with the new version a view would take its edges anew, and not again once its base has this node.
+  auto* node = new CodeBackward(activation, self, ordered.sym_strides());
+  NodePointer pointer = adopt(node);
+  torch::autograd::increment_version(self);
+  torch::autograd::rebase_history(self, pointer);
+  node->save(
+      ordered.is_same(self) ? SavedVariable(self, /*is_output=*/true, /*is_inplace_on_view=*/self.is_view())
+                            : SavedVariable(ordered, /*is_output=*/false),
+      code);
+}
+
+}  // namespace fastact

@@ -1,0 +1,25 @@
+// The derivative of the smooth activations: what is saved is the output, which others mostly save too, and a code.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <typeinfo>
+
+#include "smooth.h"
+
+namespace fastact {
+
+// Whether kernels may save a code in the place of the input: a gradient in reverse mode is wanted, and none in forward mode.
+bool saves_code(const at::Tensor& self);
+
+// Makes `output` a differentiable function of `self`.
+void record_code(const Smooth& activation, const at::Tensor& self, at::Tensor& output, const at::Tensor& code);
+
+// The same for `self` that was written to itself; the code has the memory order of `ordered`, which has the same values.
+void record_code_inplace(const Smooth& activation, at::Tensor& self, const at::Tensor& ordered, const at::Tensor& code);
+
+// The class of the graph's nodes that the two make, and its name.
+const std::type_info& code_node_type();
+constexpr const char* kCodeNodeName = "CodeBackward";
+
+}  // namespace fastact

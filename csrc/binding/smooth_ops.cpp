@@ -1,0 +1,254 @@
+// The ops of the smooth activations in the namespace `fastact`: schemas, and which kernel serves which dispatch key. What isn't
+// a plain tensor of a dtype of 16 bits is PyTorch's own op's.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+
+#include "../code.h"
+#include "autograd.h"
+#include "dispatch.h"
+#include "find.h"
+#include "older_torch.h"
+#include "smooth_autograd.h"
+#include "strides.h"
+#include "tables.h"
+
+namespace fastact {
+namespace {
+
+using at::OptionalSymIntArrayRef;
+using at::Tensor;
+using OutputAndCode = std::tuple<Tensor, Tensor>;
+
+bool has_16_bits(const Tensor& self) {
+  return self.scalar_type() == at::kBFloat16 || self.scalar_type() == at::kHalf;
+}
+
+const Smooth& find_smooth(c10::string_view name) {
+  for (const Smooth& activation : kSmooth) {
+    if (name == activation.name) {
+      return activation;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "code_backward: expected the name of a smooth activation, got ", name);
+}
+
+// What the dispatcher calls for one op; `Parameters` are those beside the tensor.
+template <class Op, class... Parameters>
+struct SmoothKernels {
+  // Null where PyTorch's op must serve.
+  static const Tables* tables(const Tensor& self, Parameters... parameters) {
+    const bool has_kernels = self.is_cpu() || kHasCuda;
+    const Smooth* activation = Op::activation(parameters...);
+    return activation && has_kernels && has_16_bits(self) && is_plain(self) ? tables_for(*activation, self) : nullptr;
+  }
+
+  static Tensor pytorch(const Tensor& self, Parameters... parameters) { return Op::pytorch(self, parameters...); }
+  static Tensor& pytorch_inplace(Tensor& self, Parameters... parameters) { return Op::pytorch_inplace(self, parameters...); }
+
+  // Without a code.
+  static Tensor value(const Tensor& self, Parameters... parameters) {
+    const Smooth* activation = Op::activation(parameters...);
+    if (self.is_cuda() && activation && activation->tabulates) {
+      if (const Tables* of_self = tables(self, parameters...)) {
+        return std::get<0>(encode(*activation, *of_self, self, /*with_code=*/false));
+      }
+    }
+    return pytorch(self, parameters...);
+  }
+
+  static OutputAndCode with_code(const Tensor& self, Parameters... parameters) {
+    return encode(*Op::activation(parameters...), check_tables(self, parameters...), self, /*with_code=*/true);
+  }
+
+  static OutputAndCode meta_with_code(const Tensor& self, Parameters... parameters) {
+    check_with_code(self, parameters...);
+    const int bits = Op::activation(parameters...)->bits(self.scalar_type());
+    return {
+        at::empty_like(self, self.options(), elementwise_format(self)),
+        at::empty_symint({code_bytes(self.sym_numel(), bits)}, self.options().dtype(at::kByte))};
+  }
+
+  static Tensor autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
+    if (!has_16_bits(self) || !is_plain(self)) {
+      return pytorch(self, parameters...);
+    }
+    if (saves_code(self)) {
+      const Tables* of_self = tables(self, parameters...);
+      return of_self ? std::get<0>(recorded(keys, of_self, self, parameters...)) : pytorch(self, parameters...);
+    }
+    return needs_derivative(self) ? pytorch(self, parameters...)
+                                  : below_autograd(
+                                        keys, [&](auto) { return value(self, parameters...); },
+                                        [&](DispatchKeySet below) {
+                                          static const auto op = find<Tensor(const Tensor&, Parameters...)>(Op::name);
+                                          return op.redispatch(below, self, parameters...);
+                                        });
+  }
+
+  static OutputAndCode autograd_with_code(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
+    check_with_code(self, parameters...);
+    return recorded(keys, /*of_self=*/nullptr, self, parameters...);
+  }
+
+  static Tensor& autograd_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
+    if (!has_16_bits(self) || !is_plain(self) || !saves_code(self) || !tables(self, parameters...)) {
+      return pytorch_inplace(self, parameters...);
+    }
+    check_inplace(self);
+    const Smooth& activation = *Op::activation(parameters...);
+    const auto [ordered, code] = below_autograd(
+        keys, [&](auto) { return encode_inplace(activation, check_tables(self, parameters...), self); },
+        [&](DispatchKeySet below) {
+          static const auto op = find<OutputAndCode(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_code");
+          auto result = op.redispatch(below, self, parameters...);
+          self.copy_(std::get<0>(result));
+          return result;
+        });
+    record_code_inplace(activation, self, ordered, code);
+    return self;
+  }
+
+ private:
+  // The tables may be null if they aren't known yet.
+  static OutputAndCode recorded(DispatchKeySet keys, const Tables* of_self, const Tensor& self, Parameters... parameters) {
+    const Smooth& activation = *Op::activation(parameters...);
+    auto result = below_autograd(
+        keys,
+        [&](auto) {
+          return encode(activation, of_self ? *of_self : check_tables(self, parameters...), self, /*with_code=*/true);
+        },
+        [&](DispatchKeySet below) {
+          static const auto op = find<OutputAndCode(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_code");
+          return op.redispatch(below, self, parameters...);
+        });
+    record_code(activation, self, std::get<0>(result), std::get<1>(result));
+    return result;
+  }
+
+  static void check_with_code(const Tensor& self, Parameters... parameters) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        has_16_bits(self), Op::name, "_with_code: expected a float16 or bfloat16 tensor, got ", self.scalar_type());
+    TORCH_CHECK_VALUE(Op::activation(parameters...), Op::name, "_with_code: expected parameters that PyTorch's op takes");
+  }
+
+  static const Tables& check_tables(const Tensor& self, Parameters... parameters) {
+    check_with_code(self, parameters...);
+    const Tables* of_self = tables(self, parameters...);
+    TORCH_CHECK_NOT_IMPLEMENTED(of_self, Op::name, "_with_code: expected a dtype and device where PyTorch's gradient is known");
+    return *of_self;
+  }
+};
+
+void check_code(
+    const Smooth& activation, const Tensor& grad, const Tensor& output, const Tensor& code,
+    OptionalSymIntArrayRef input_strides) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      has_16_bits(output), "code_backward: expected a float16 or bfloat16 output, got ", output.scalar_type());
+  TORCH_CHECK(
+      grad.scalar_type() == output.scalar_type() && grad.device() == output.device() && grad.sym_sizes() == output.sym_sizes(),
+      "code_backward: expected grad of the output's dtype, device and shape, got ", grad.scalar_type(), " on ", grad.device(),
+      " of shape ", grad.sym_sizes(), " and ", output.scalar_type(), " on ", output.device(), " of shape ", output.sym_sizes());
+  const auto bytes = code_bytes(output.sym_numel(), activation.bits(output.scalar_type()));
+  TORCH_CHECK(
+      code.scalar_type() == at::kByte && code.device() == output.device() && code.dim() == 1 && code.sym_numel() == bytes &&
+          code.is_contiguous(),
+      "code_backward: expected a contiguous code of ", bytes, " bytes of uint8 on ", output.device(), ", got ",
+      code.scalar_type(), " on ", code.device(), " of shape ", code.sym_sizes());
+  TORCH_CHECK_VALUE(
+      !input_strides || input_strides->size() == static_cast<size_t>(output.dim()), "code_backward: expected strides of ",
+      output.dim(), " dimensions, got ", input_strides->size());
+}
+
+Tensor packed_code_backward(
+    const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
+  const Smooth& activation = find_smooth(name);
+  check_code(activation, grad, output, code, input_strides);
+  const at::IntArrayRef strides = input_strides ? C10_AS_INTARRAYREF_SLOW(*input_strides) : output.strides();
+  const Tables* tables = tables_for(activation, output);
+  TORCH_CHECK_NOT_IMPLEMENTED(tables, "code_backward: expected a dtype and device where PyTorch's gradient is known");
+  return backward(activation, *tables, grad, output, code, strides);
+}
+
+Tensor meta_code_backward(
+    const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
+  check_code(find_smooth(name), grad, output, code, input_strides);
+  const auto sizes = c10::asIntArrayRefSlowOpt(grad.sym_sizes());
+  const auto incoming = c10::asIntArrayRefSlowOpt(grad.sym_strides());
+  const auto saved = c10::asIntArrayRefSlowOpt(input_strides ? *input_strides : output.sym_strides());
+  return sizes && incoming && saved ? grad.new_empty_strided(*sizes, elementwise_strides(*sizes, *incoming, *saved))
+                                    : at::empty_like(grad);
+}
+
+// For vmap and is_grads_batched: PyTorch's ops know how to batch a gradient.
+Tensor composite_code_backward(
+    const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
+  const Smooth& activation = find_smooth(name);
+  const Tables* tables = tables_for(activation, output);
+  TORCH_CHECK_NOT_IMPLEMENTED(tables, "code_backward: expected a dtype and device where PyTorch's gradient is known");
+  return activation.backward(
+      grad, decode(*tables, output, code, input_strides ? C10_AS_INTARRAYREF_SLOW(*input_strides) : output.strides()));
+}
+
+template <class Op>
+void define(torch::Library& library) {
+  using K = typename Op::template WithParameters<SmoothKernels>;
+  const auto implement = [&](const std::string& op, DispatchKey key, auto* kernel) {
+    library.impl(op.c_str(), torch::dispatch(key, kernel));
+  };
+  const std::string name = Op::name, inplace = name + "_", with_code = name + "_with_code", parameters = Op::parameters;
+
+  const std::vector<at::Tag> tags = decomposed();
+  library.def((name + "(Tensor self" + parameters + ") -> Tensor").c_str(), tags);
+  library.def((inplace + "(Tensor(a!) self" + parameters + ") -> Tensor(a!)").c_str());
+  const std::string required = Op::keyword ? std::string(", str ") + Op::keyword : "";
+  library.def((with_code + "(Tensor self" + required + ") -> (Tensor output, Tensor code)").c_str());
+  implement(name, DispatchKey::Autograd, &K::autograd);
+  implement(inplace, DispatchKey::Autograd, &K::autograd_inplace);
+  implement(with_code, DispatchKey::Autograd, &K::autograd_with_code);
+  implement(with_code, DispatchKey::Meta, &K::meta_with_code);
+  for (const DispatchKey backend : {DispatchKey::CPU, DispatchKey::CUDA}) {
+    implement(name, backend, &K::value);
+    implement(inplace, backend, &K::pytorch_inplace);
+    implement(with_code, backend, &K::with_code);
+  }
+  for (const DispatchKey key : {DispatchKey::CompositeImplicitAutograd, DispatchKey::FuncTorchBatched, DispatchKey::Tracer}) {
+    implement(name, key, &K::pytorch);
+    implement(inplace, key, &K::pytorch_inplace);
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastact, library) {
+#define SMOOTH(op, F) define<F##Op>(library);
+#include "../family.def"
+  library.def(
+      "code_backward(Tensor grad, Tensor output, Tensor code, str activation, *, SymInt[]? input_strides=None) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(fastact, CPU, library) {
+  library.impl("code_backward", TORCH_FN(packed_code_backward));
+}
+
+#if defined(FASTACT_CUDA)
+TORCH_LIBRARY_IMPL(fastact, CUDA, library) {
+  library.impl("code_backward", TORCH_FN(packed_code_backward));
+}
+#endif
+
+TORCH_LIBRARY_IMPL(fastact, Meta, library) {
+  library.impl("code_backward", TORCH_FN(meta_code_backward));
+}
+
+TORCH_LIBRARY_IMPL(fastact, FuncTorchBatched, library) {
+  library.impl("code_backward", TORCH_FN(composite_code_backward));
+}
+
+TORCH_LIBRARY_IMPL(fastact, Batched, library) {
+  library.impl("code_backward", TORCH_FN(composite_code_backward));
+}
+
+}  // namespace fastact

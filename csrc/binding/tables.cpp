@@ -1,0 +1,473 @@
+#include "tables.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "../code.h"
+#include "packed.h"
+#include "strides.h"
+
+#if defined(FASTACT_CUDA)
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
+
+namespace fastact {
+namespace {
+
+using at::Tensor;
+
+constexpr int kPatterns = 1 << 16;
+
+// Runs ATen's ops as they are: nobody watches, traces or differentiates them.
+class Unwatched {
+  c10::impl::ForceDispatchKeyGuard guard_{
+      c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
+};
+
+double largest(at::ScalarType dtype) {
+  return dtype == at::kHalf ? 65504 : 0x1.fep127;
+}
+
+Tensor all_inputs(at::ScalarType dtype, at::Device device) {
+  return at::arange(kPatterns, at::dtype(at::kInt).device(device)).to(at::kShort).view(dtype);
+}
+
+template <class T>
+Tensor to_tensor(const std::vector<T>& values, at::ScalarType dtype, at::Device device) {
+  const Tensor tensor = at::empty({static_cast<int64_t>(values.size())}, at::dtype(dtype));
+  std::memcpy(tensor.data_ptr(), values.data(), values.size() * sizeof(T));
+  return tensor.to(device);
+}
+
+template <class T>
+std::vector<T> to_vector(const Tensor& tensor) {
+  const Tensor here = tensor.cpu().contiguous();
+  const auto* values = static_cast<const T*>(here.data_ptr());
+  return std::vector<T>(values, values + here.numel());
+}
+
+using Patterns = std::vector<uint16_t>;
+constexpr uint16_t kNaN = 0x7fff;  // which stands for any other
+
+Patterns with_one_nan(const Tensor& tensor) {
+  return to_vector<uint16_t>(at::where(
+      tensor.isnan(), at::scalar_tensor(int16_t{kNaN}, at::dtype(at::kShort).device(tensor.device())),
+      tensor.view(at::kShort)));
+}
+
+// For each input its number among those that share an output. Where these are more than there are numbers, inputs with the same
+// derivative share a number as soon as the others are needed. `outputs` and `others` are two variants of one function:
+// PyTorch's CPU ops compute in vectors, and what is left over otherwise. Empty if there are too few numbers.
+Patterns number(const Patterns& outputs, const Patterns& others, const std::vector<uint64_t>& derivatives, int numbers) {
+  const auto each_output = [&](int x, const auto& function) {
+    function(outputs[x]);
+    if (others[x] != outputs[x]) {
+      function(others[x]);
+    }
+  };
+  std::vector<int> inputs_of(kPatterns), spare(kPatterns, numbers);
+  for (int x = 0; x < kPatterns; ++x) {
+    each_output(x, [&](uint16_t y) { ++inputs_of[y]; });
+  }
+  const auto is_crowded = [&](int x) { return inputs_of[outputs[x]] > numbers || inputs_of[others[x]] > numbers; };
+  const auto class_of = [&](int x) { return derivatives[x] ^ (uint64_t{outputs[x]} << 16 | others[x]) * 0x9e3779b97f4a7c15; };
+
+  std::unordered_map<uint64_t, int> number_of;  // by class; -1 as long as it has none
+  for (int x = 0; x < kPatterns; ++x) {
+    if (is_crowded(x) && number_of.try_emplace(class_of(x), -1).second) {
+      each_output(x, [&](uint16_t y) { --spare[y]; });
+    }
+  }
+  const int words = (numbers + 63) / 64;
+  std::vector<uint64_t> used(static_cast<size_t>(kPatterns) * words);
+  Patterns result(kPatterns);
+  for (int x = 0; x < kPatterns; ++x) {
+    if (is_crowded(x)) {
+      const int known = number_of[class_of(x)];
+      if (known >= 0 && std::min(spare[outputs[x]], spare[others[x]]) <= 0) {
+        result[x] = static_cast<uint16_t>(known);
+        continue;
+      }
+      if (known >= 0) {
+        each_output(x, [&](uint16_t y) { --spare[y]; });
+      }
+    }
+    uint64_t* row = &used[size_t{outputs[x]} * words];
+    uint64_t* other = &used[size_t{others[x]} * words];
+    int word = 0;
+    while (word < words && ~(row[word] | other[word]) == 0) {
+      ++word;
+    }
+    const int bit = word < words ? __builtin_ctzll(~(row[word] | other[word])) : 0;
+    if (word * 64 + bit >= numbers) {
+      return {};
+    }
+    row[word] |= uint64_t{1} << bit;
+    other[word] |= uint64_t{1} << bit;
+    result[x] = static_cast<uint16_t>(word * 64 + bit);
+    if (is_crowded(x)) {
+      number_of[class_of(x)] = result[x];
+    }
+  }
+  return result;
+}
+
+// Whether two tensors have the same bits, but for the payload of NaN.
+bool are_equal(const Tensor& a, const Tensor& b) {
+  const Tensor same = a.view(at::kShort).eq(b.view(at::kShort));
+  return same.logical_or(a.isnan().logical_and(b.isnan())).all().item<bool>();
+}
+
+template <class T>
+ByNumber<T> by_number(const Tables& tables, const Tensor& list, const Tensor& direct) {
+  return {
+      static_cast<const uint32_t*>(tables.first.data_ptr()), static_cast<const T*>(list.data_ptr()),
+      direct.defined() ? static_cast<const T*>(direct.data_ptr()) : nullptr};
+}
+
+const uint16_t* patterns(const Tensor& tensor) {
+  return static_cast<const uint16_t*>(tensor.data_ptr());
+}
+
+uint16_t* mutable_patterns(const Tensor& tensor) {
+  return static_cast<uint16_t*>(tensor.data_ptr());
+}
+
+// Gradients to compare with: special values and some of every magnitude.
+Tensor some_gradients(at::ScalarType dtype, at::Device device, int count) {
+  const Tensor all = all_inputs(dtype, device);
+  return at::cat(
+      {all.slice(0, 0, kPatterns, kPatterns / count + 1), all.slice(0, 0, 3), all.slice(0, 0x8000, 0x8003),
+       all.slice(0, 0x3c00, 0x3c01)});
+}
+
+// What tells the inputs of one output apart: the derivative, but for those so small that they leave nothing of any finite
+// gradient, and some gradients, since PyTorch's CPU ops compute in a dtype of 16 bits otherwise than in float32.
+std::vector<uint64_t> derivatives(const Smooth& activation, const Tensor& x) {
+  const at::ScalarType dtype = x.scalar_type();
+  const Tensor wide = x.to(at::kFloat);
+  const Tensor slope = activation.backward(at::ones_like(wide), wide);
+  const Tensor vanishes = (slope * largest(dtype)).to(dtype).eq(0).logical_and(slope.ne(0));
+  const Tensor tiny = at::full_like(slope, 1e-45f).copysign(slope);
+  const std::vector<int32_t> slopes =
+      to_vector<int32_t>(at::where(vanishes, tiny, at::where(slope.isnan(), at::full_like(slope, NAN), slope)));
+  std::vector<uint64_t> result(slopes.begin(), slopes.end());
+  const Tensor grads = some_gradients(dtype, x.device(), 8);
+  const Tensor inputs = x.expand({grads.size(0), kPatterns}).contiguous();
+  const Patterns results = with_one_nan(activation.backward(grads.unsqueeze(1).expand_as(inputs).contiguous(), inputs));
+  for (size_t i = 0; i < results.size(); ++i) {
+    uint64_t& of_input = result[i % kPatterns];
+    of_input = (of_input ^ results[i]) * 0x9e3779b97f4a7c15;  // a hash
+    of_input ^= of_input >> 29;
+  }
+  return result;
+}
+
+std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dtype, at::Device device) {
+  const Tensor x = all_inputs(dtype, device);
+  const Tensor wide = x.to(at::kFloat);
+  const Patterns outputs = with_one_nan(activation.forward(x));
+  const Patterns others = device.is_cpu() ? with_one_nan(activation.forward(at::stack({x, x}, 1).select(1, 0))) : outputs;
+  const int bits = activation.bits(dtype);
+  const Patterns numbers = number(outputs, others, derivatives(activation, x), 1 << bits);
+  if (numbers.empty()) {
+    return nullptr;
+  }
+
+  std::vector<uint32_t> size(kPatterns), first(kPatterns);
+  for (int i = 0; i < kPatterns; ++i) {
+    for (const uint16_t y : {outputs[i], others[i]}) {
+      size[y] = std::max<uint32_t>(size[y], numbers[i] + 1);
+    }
+  }
+  for (int y = 1; y < kPatterns; ++y) {
+    first[y] = first[y - 1] + size[y - 1];
+  }
+  Patterns inputs(first.back() + size.back());
+  for (const uint16_t nan : to_vector<uint16_t>(x.masked_select(x.isnan()))) {
+    first[nan] = first[kNaN];
+  }
+  for (int i = kPatterns - 1; i >= 0; --i) {
+    for (const uint16_t y : {outputs[i], others[i]}) {
+      inputs[first[y] + numbers[i]] = static_cast<uint16_t>(i);
+    }
+  }
+
+  auto tables = std::make_unique<Tables>();
+  tables->bits = bits;
+  tables->first = to_tensor(first, at::kInt, device);
+  tables->inputs = to_tensor(inputs, at::kShort, device);
+  if (device.is_cpu()) {
+    tables->entries = to_tensor(numbers, at::kShort, device);
+    return tables;
+  }
+  std::vector<uint32_t> entries(kPatterns);
+  for (int i = 0; i < kPatterns; ++i) {
+    entries[i] = uint32_t{numbers[i]} << 16 | outputs[i];
+  }
+  tables->entries = to_tensor(entries, at::kInt, device);
+  tables->outputs = to_tensor(outputs, at::kShort, device);
+
+  std::vector<Tensor> factors = activation.factors(wide);
+  const Tensor selects_zero = activation.backward(at::full_like(x, NAN), x).eq(0);
+  factors[0] = at::where(selects_zero, at::full_like(wide, -0.0f), factors[0]);
+  tables->factors = static_cast<int>(factors.size());
+  const Tensor by_input = at::stack(factors, 1);
+  const Tensor listed = tables->inputs.to(at::kLong).bitwise_and(0xffff);
+  tables->slopes = by_input.index_select(0, listed).contiguous();
+
+  const Tensor entry = tables->entries.to(at::kLong).bitwise_and(0xffffffff);
+  const Tensor is_direct = entry.lt(int64_t{kDirect} << 16).nonzero().squeeze(1);
+  tables->direct = at::zeros({int64_t{kDirect} << 16, tables->factors}, wide.options());
+  tables->direct.index_copy_(0, entry.index_select(0, is_direct), by_input.index_select(0, is_direct));
+  return tables;
+}
+
+bool agrees_with_pytorch(const Smooth& activation, const Tables& tables, at::ScalarType dtype, at::Device device) {
+  const Tensor grads = some_gradients(dtype, device, device.is_cpu() ? 8 : 64);
+  const Tensor x = all_inputs(dtype, device).unsqueeze(0).expand({grads.size(0), kPatterns}).contiguous();
+  const Tensor grad = grads.unsqueeze(1).expand_as(x).contiguous();
+  const auto [output, code] = encode(activation, tables, x, /*with_code=*/true);
+  return are_equal(output, activation.forward(x)) &&
+         are_equal(backward(activation, tables, grad, output, code, x.strides()), activation.backward(grad, x));
+}
+
+bool is_capturing(at::Device device) {
+#if defined(FASTACT_CUDA)
+  if (device.is_cuda()) {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
+#endif
+  return false;
+}
+
+void synchronize(at::Device device) {
+#if defined(FASTACT_CUDA)
+  if (device.is_cuda()) {
+    c10::cuda::getCurrentCUDAStream(device.index()).synchronize();  // other streams read the tables from now on
+  }
+#endif
+}
+
+// A place for each dtype and device, where the tables are once they are made. They stay as long as the process.
+struct Slot {
+  std::atomic<bool> is_ready{false};
+  std::unique_ptr<const Tables> tables;
+  std::mutex mutex;
+};
+
+constexpr int kDevices = 1 + 128;  // the CPU, and the GPUs
+
+Slot& slot_of(const Smooth& activation, at::ScalarType dtype, at::Device device) {
+  static std::array<Slot, kSmoothCount * 2 * kDevices> slots;
+  const int place = device.is_cpu() ? 0 : 1 + device.index();
+  return slots[(activation.index * 2 + (dtype == at::kHalf)) * kDevices + place];
+}
+
+}  // namespace
+
+const Tables* tables_for(const Smooth& activation, const Tensor& self) {
+  const at::ScalarType dtype = self.scalar_type();
+  const at::Device device = self.device();
+  Slot& slot = slot_of(activation, dtype, device);
+  if (!slot.is_ready.load(std::memory_order_acquire)) {
+    if (is_capturing(device)) {
+      return nullptr;
+    }
+    const std::lock_guard<std::mutex> lock(slot.mutex);
+    if (!slot.is_ready.load(std::memory_order_relaxed)) {
+      const Unwatched guard;
+      const c10::OptionalDeviceGuard on_device(device);
+      auto tables = make_tables(activation, dtype, device);
+      if (tables && !agrees_with_pytorch(activation, *tables, dtype, device)) {
+        tables.reset();
+      }
+      if (!tables) {
+        TORCH_WARN(
+            "activations_cuda ", FASTACT_VERSION, ": the gradient of torch ", TORCH_VERSION, "'s ", activation.name, " in ",
+            dtype, " on ", device, " isn't what its kernels compute, so PyTorch's op serves");
+      }
+      synchronize(device);
+      slot.tables = std::move(tables);
+      slot.is_ready.store(true, std::memory_order_release);
+    }
+  }
+  return slot.tables.get();
+}
+
+namespace {
+
+int64_t groups_of(const Tensor& tensor) {
+  return (tensor.numel() + kGroup - 1) / kGroup;
+}
+
+Tensor empty_code(const Tensor& like, int bits) {
+  const int64_t bytes = code_bytes(like.numel(), bits);
+#if defined(FASTACT_CUDA)
+  if (like.is_cuda()) {
+    return Cuda::empty_bytes(like, bytes);
+  }
+#endif
+  return Cpu::empty_bytes(like, bytes);
+}
+
+template <class Range>
+void parallel(const Tensor& tensor, const Range& range) {
+  at::parallel_for(0, groups_of(tensor), at::internal::GRAIN_SIZE / kGroup, range);
+}
+
+// Writes output and code where they are dense.
+void encode_into(const Tables& tables, const Tensor& self, const Tensor& output, const Tensor& code) {
+  if (output.numel() == 0) {
+    return;
+  }
+#if defined(FASTACT_CUDA)
+  if (self.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(self.device());
+    const Source source = source_of(self, output);
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    const uint16_t* x = patterns(source.tensor);
+    uint16_t* y = mutable_patterns(output);
+    Cuda::check_launch(
+        code.defined() ? cuda::encode(
+                             static_cast<const uint32_t*>(tables.entries.data_ptr()), x, source.rows, y,
+                             mutable_data<uint8_t>(code), tables.bits, output.numel(), stream)
+                       : cuda::look_up(patterns(tables.outputs), x, source.rows, y, output.numel(), stream));
+    return;
+  }
+#endif
+  const Tensor dense = agree(self.sizes(), self.strides(), output.strides()) ? self : at::empty_like(output).copy_(self);
+  parallel(dense, [&](int64_t begin, int64_t end) {
+    cpu::encode(patterns(tables.entries), patterns(dense), mutable_data<uint8_t>(code), tables.bits, dense.numel(), begin, end);
+  });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> encode(const Smooth& activation, const Tables& tables, const Tensor& self, bool with_code) {
+  Tensor output;
+#if defined(FASTACT_CUDA)
+  if (self.is_cuda()) {
+    output = Cuda::empty(self, elementwise_format(self));
+  }
+#endif
+  if (!output.defined()) {
+    output = activation.forward(self);
+  }
+  Tensor code = with_code ? empty_code(output, tables.bits) : Tensor();
+  encode_into(tables, self, output, code);
+  return {std::move(output), std::move(code)};
+}
+
+std::tuple<Tensor, Tensor> encode_inplace(const Smooth& activation, const Tables& tables, Tensor& self) {
+  if (self.is_cuda() && self.is_non_overlapping_and_dense()) {
+    Tensor code = empty_code(self, tables.bits);
+    encode_into(tables, self, self, code);
+    return {self, std::move(code)};
+  }
+  auto result = encode(activation, tables, self, /*with_code=*/true);
+  Tensor& output = std::get<0>(result);
+  self.copy_(output);
+  if (agree(self.sizes(), self.strides(), output.strides())) {
+    output = self;
+  }
+  return result;
+}
+
+namespace {
+
+// A copy with these strides: PyTorch's CPU ops compute a tensor that isn't contiguous otherwise. What is expanded stays
+// expanded.
+Tensor laid_out(const Tensor& self, at::IntArrayRef strides) {
+  Tensor once = self;
+  for (int64_t dim = 0; dim < self.dim(); ++dim) {
+    if (strides[dim] == 0 && self.numel() > 0) {
+      once = once.narrow(dim, 0, 1);
+    }
+  }
+  return at::empty_strided(once.sizes(), strides, self.options()).copy_(once).expand(self.sizes());
+}
+
+}  // namespace
+
+Tensor decode(const Tables& tables, const Tensor& output, const Tensor& code, at::IntArrayRef strides) {
+  if (output.strides() != strides) {
+    return laid_out(decode(tables, output, code, output.strides()), strides);
+  }
+  const Tensor input = at::empty_like(output);
+  if (output.numel() == 0) {
+    return input;
+  }
+  const auto inputs = by_number<uint16_t>(tables, tables.inputs, Tensor());
+#if defined(FASTACT_CUDA)
+  if (output.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(output.device());
+    Cuda::check_launch(
+        cuda::decode(
+            inputs, patterns(output), const_data<uint8_t>(code), tables.bits, mutable_patterns(input), output.numel(),
+            c10::cuda::getCurrentCUDAStream()));
+    return input;
+  }
+#endif
+  parallel(output, [&](int64_t begin, int64_t end) {
+    cpu::decode(
+        inputs, patterns(output), const_data<uint8_t>(code), tables.bits, mutable_patterns(input), output.numel(), begin, end);
+  });
+  return input;
+}
+
+namespace {
+
+#if defined(FASTACT_CUDA)
+template <class scalar_t, int factors>
+void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& code, const Tensor& result) {
+  const auto slopes = by_number<Factors<factors>>(tables, tables.slopes, tables.direct);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto* from = const_data<scalar_t>(grad);
+  const auto* bytes = const_data<uint8_t>(code);
+  auto* to = mutable_data<scalar_t>(result);
+  const bool in_order =
+      agree(output.sizes(), grad.strides(), output.strides()) && agree(output.sizes(), result.strides(), output.strides());
+  Cuda::check_launch(
+      in_order ? cuda::scale<scalar_t, factors>(slopes, from, patterns(output), bytes, tables.bits, to, output.numel(), stream)
+               : cuda::scale<scalar_t, factors>(
+                     slopes, from, walk_of(grad, output.strides(), result), patterns(output), bytes, tables.bits, to,
+                     output.numel(), stream));
+}
+#endif
+
+}  // namespace
+
+Tensor backward(
+    const Smooth& activation, const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& code,
+    at::IntArrayRef input_strides) {
+#if defined(FASTACT_CUDA)
+  if (output.is_cuda()) {
+    const bool alike = grad.strides() == input_strides;
+    const Tensor result = alike ? Cuda::empty(grad, elementwise_format(grad))
+                                : Cuda::empty_strided(grad, elementwise_strides(grad.sizes(), grad.strides(), input_strides));
+    if (result.numel() > 0) {
+      const c10::cuda::CUDAGuard guard(output.device());
+      AT_DISPATCH_REDUCED_FLOATING_TYPES(output.scalar_type(), "code_backward", [&] {
+        tables.factors == 1 ? scale<scalar_t, 1>(tables, grad, output, code, result)
+                            : scale<scalar_t, 2>(tables, grad, output, code, result);
+      });
+    }
+    return result;
+  }
+#endif
+  return activation.backward(grad, decode(tables, output, code, input_strides));
+}
+
+}  // namespace fastact

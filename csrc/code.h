@@ -1,0 +1,82 @@
+// The layout of a code of a few bits per element, which numbers the inputs that share an output. Eight elements that follow
+// each other in the output's memory order are a group. The low bits of its numbers, 4 or 8 of each, are one word of a first
+// plane, the other bits one word of a second plane behind it: what a thread reads or writes is two words. Numbers past the last
+// element are 0. Only this header and its users in the kernels know it.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__CUDACC__)
+#define FASTACT_CODE_FUNCTION __host__ __device__ inline
+#else
+#define FASTACT_CODE_FUNCTION inline
+#endif
+
+namespace fastact {
+
+constexpr int kGroup = 8;
+
+// A template, because the number of elements may be symbolic while PyTorch traces.
+template <class Int>
+Int code_bytes(const Int& numel, int bits) {
+  return (numel + (kGroup - 1)) / kGroup * bits;
+}
+
+// The numbers of a group.
+template <int bits>
+class Numbers {
+ public:
+  Numbers() = default;
+  FASTACT_CODE_FUNCTION Numbers(const uint8_t* code, int64_t group, int64_t groups)
+      : low_(low_plane(code)[group]), high_(kHigh > 0 ? high_plane(code, groups)[group] : High(0)) {}
+
+  FASTACT_CODE_FUNCTION void store(uint8_t* code, int64_t group, int64_t groups) const {
+    const_cast<Low*>(low_plane(code))[group] = low_;
+    if (kHigh > 0) {
+      const_cast<High*>(high_plane(code, groups))[group] = high_;
+    }
+  }
+
+  FASTACT_CODE_FUNCTION uint32_t get(int i) const {
+    const auto low = static_cast<uint32_t>(low_ >> (kLow * i)) & ((1u << kLow) - 1);
+    const auto high = static_cast<uint32_t>(high_ >> (kHigh * i)) & ((1u << kHigh) - 1);
+    return low | high << kLow;
+  }
+
+  // Of a number that is still 0.
+  FASTACT_CODE_FUNCTION void set(int i, uint32_t number) {
+    low_ |= static_cast<Low>(number & ((1u << kLow) - 1)) << (kLow * i);
+    high_ |= static_cast<High>((number >> kLow) << (kHigh * i));
+  }
+
+ private:
+  static constexpr int kLow = bits < 8 ? 4 : 8;
+  static constexpr int kHigh = bits - kLow;
+  static_assert(0 <= kHigh && kHigh <= 2);
+  using Low = std::conditional_t<kLow == 4, uint32_t, uint64_t>;
+  using High = std::conditional_t<kHigh == 2, uint16_t, uint8_t>;
+
+  FASTACT_CODE_FUNCTION static const Low* low_plane(const uint8_t* code) { return reinterpret_cast<const Low*>(code); }
+  FASTACT_CODE_FUNCTION static const High* high_plane(const uint8_t* code, int64_t groups) {
+    return reinterpret_cast<const High*>(code + groups * sizeof(Low));
+  }
+
+  Low low_ = 0;
+  High high_ = 0;
+};
+
+// Calls function(std::integral_constant) with the number of bits as a template argument.
+template <class Function>
+auto with_bits(int bits, const Function& function) {
+  switch (bits) {
+    case 5:
+      return function(std::integral_constant<int, 5>());
+    case 8:
+      return function(std::integral_constant<int, 8>());
+    default:
+      return function(std::integral_constant<int, 10>());
+  }
+}
+
+}  // namespace fastact

@@ -1,0 +1,205 @@
+// The GPU's kernels of the smooth activations: a thread has a group of eight elements, one vector.
+#include "../lookup.h"
+
+#include "../code.h"
+#include "access.cuh"
+
+namespace fastact::cuda {
+namespace {
+
+static_assert(Vector<uint16_t>::size == kGroup);
+
+__host__ __device__ int64_t groups_of(int64_t n) {
+  return (n + kGroup - 1) / kGroup;
+}
+
+// Without a code where an entry has room for an output alone.
+template <int bits, Access access, class Entry>
+__global__ void __launch_bounds__(kThreads<uint16_t>)
+    encode_kernel(const Entry* table, const uint16_t* x, RowIndex rows, uint16_t* y, uint8_t* code, int64_t n) {
+  constexpr bool with_code = sizeof(Entry) > sizeof(uint16_t);
+  const int64_t first = first_element<uint16_t>();
+  if (first >= n) {
+    return;
+  }
+  Numbers<bits> numbers;
+  const auto look_up = [&](int i, uint16_t element) {
+    const Entry entry = __ldg(table + element);
+    if constexpr (with_code) {
+      numbers.set(i, entry >> 16);
+    }
+    return static_cast<uint16_t>(entry);
+  };
+  if (const uint16_t* from; find_vector<access>(x, first, n, rows, &from)) {
+    Vector<uint16_t> vector = load<access>(from);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      vector.element[i] = look_up(i, vector.element[i]);
+    }
+    store<access>(y + first, vector);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kGroup && first + i < n; ++i) {
+      y[first + i] = look_up(i, x[offset_of<access>(first + i, rows)]);
+    }
+  }
+  if constexpr (with_code) {
+    numbers.store(code, first / kGroup, groups_of(n));
+  }
+}
+
+template <int bits>
+__global__ void __launch_bounds__(kThreads<uint16_t>)
+    decode_kernel(ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, uint16_t* x, int64_t n) {
+  const int64_t first = first_element<uint16_t>();
+  if (first >= n) {
+    return;
+  }
+  const Numbers<bits> numbers(code, first / kGroup, groups_of(n));
+  for (int i = 0; i < kGroup && first + i < n; ++i) {
+    x[first + i] = inputs.list[inputs.first[y[first + i]] + numbers.get(i)];
+  }
+}
+
+// By the read-only path.
+template <int factors>
+__device__ Factors<factors> load(const Factors<factors>* from) {
+  if constexpr (factors == 1) {
+    return {__ldg(&from->factor[0])};
+  } else {
+    const float2 both = __ldg(reinterpret_cast<const float2*>(from));
+    return {both.x, both.y};
+  }
+}
+
+template <int bits, int factors>
+__device__ Factors<factors> find(const ByNumber<Factors<factors>>& table, uint16_t y, uint32_t number) {
+  if (bits <= 5 || number < kDirect) {
+    return load(table.direct + (number << 16 | y));
+  }
+  return load(table.list + __ldg(table.first + y) + number);
+}
+
+template <class scalar_t, int factors>
+__device__ scalar_t times(scalar_t grad, const Factors<factors>& slope) {
+  float product = static_cast<float>(grad);
+#pragma unroll
+  for (int i = 0; i < factors; ++i) {
+    product *= slope.factor[i];
+  }
+  return __float_as_uint(slope.factor[0]) == 0x80000000u ? scalar_t(0) : static_cast<scalar_t>(product);
+}
+
+template <int bits, class scalar_t, int factors>
+__global__ void __launch_bounds__(kThreads<scalar_t>) scale_kernel(
+    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const uint16_t* y, const uint8_t* code, scalar_t* to, int64_t n) {
+  const int64_t first = first_element<scalar_t>();
+  if (first >= n) {
+    return;
+  }
+  if (first + kGroup <= n) {
+    Vector<scalar_t> vector = load<Access::aligned>(grad + first);
+    const Vector<uint16_t> outputs = load<Access::aligned>(y + first);
+    const Numbers<bits> numbers(code, first / kGroup, groups_of(n));
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      vector.element[i] = times(vector.element[i], find<bits>(slopes, outputs.element[i], numbers.get(i)));
+    }
+    store<Access::aligned>(to + first, vector);
+    return;
+  }
+  const Numbers<bits> numbers(code, first / kGroup, groups_of(n));
+#pragma unroll 1
+  for (int i = 0; first + i < n; ++i) {
+    to[first + i] = times(grad[first + i], find<bits>(slopes, y[first + i], numbers.get(i)));
+  }
+}
+
+template <int bits, class scalar_t, int factors>
+__global__ void __launch_bounds__(kThreads<scalar_t>) scale_walk_kernel(
+    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const __grid_constant__ WalkIndex walk, const uint16_t* y,
+    const uint8_t* code, scalar_t* to, int64_t n) {
+  const int64_t first = first_element<scalar_t>();
+  if (first >= n) {
+    return;
+  }
+  int64_t offset, place, rest;
+  walk.find(first, &offset, &place, &rest);
+#pragma unroll 1
+  for (int i = 0; i < kGroup && first + i < n; ++i) {
+    const Numbers<bits> numbers(code, place / kGroup, groups_of(n));
+    to[first + i] = times(grad[offset], find<bits>(slopes, y[place], numbers.get(place % kGroup)));
+    walk.next(first + i + 1, &offset, &place, &rest);
+  }
+}
+
+}  // namespace
+
+cudaError_t look_up(const uint16_t* outputs, const uint16_t* x, Rows rows, uint16_t* y, int64_t n, cudaStream_t stream) {
+  with_access(x, rows, y, [&](auto access) {
+    encode_kernel<5, access.value>
+        <<<blocks<uint16_t>(n), kThreads<uint16_t>, 0, stream>>>(outputs, x, RowIndex(rows, n), y, nullptr, n);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t encode(
+    const uint32_t* entries, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int bits, int64_t n,
+    cudaStream_t stream) {
+  with_access(x, rows, y, [&](auto access) {
+    with_bits(bits, [&](auto bits_) {
+      encode_kernel<bits_.value, access.value>
+          <<<blocks<uint16_t>(n), kThreads<uint16_t>, 0, stream>>>(entries, x, RowIndex(rows, n), y, code, n);
+    });
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t decode(
+    ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, cudaStream_t stream) {
+  with_bits(bits, [&](auto bits_) {
+    decode_kernel<bits_.value><<<blocks<uint16_t>(n), kThreads<uint16_t>, 0, stream>>>(inputs, y, code, x, n);
+  });
+  return cudaGetLastError();
+}
+
+template <class scalar_t, int factors>
+cudaError_t scale(
+    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const uint16_t* y, const uint8_t* code, int bits, scalar_t* to,
+    int64_t n, cudaStream_t stream) {
+  if (!is_aligned(grad) || !is_aligned(y)) {
+    Walk walk;
+    walk.dims = 1;
+    walk.size[0] = n;
+    walk.grad[0] = walk.mask[0] = 1;
+    return scale<scalar_t, factors>(slopes, grad, walk, y, code, bits, to, n, stream);
+  }
+  with_bits(bits, [&](auto bits_) {
+    scale_kernel<bits_.value><<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(slopes, grad, y, code, to, n);
+  });
+  return cudaGetLastError();
+}
+
+template <class scalar_t, int factors>
+cudaError_t scale(
+    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const Walk& walk, const uint16_t* y, const uint8_t* code, int bits,
+    scalar_t* to, int64_t n, cudaStream_t stream) {
+  with_bits(bits, [&](auto bits_) {
+    scale_walk_kernel<bits_.value>
+        <<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(slopes, grad, WalkIndex(walk, n), y, code, to, n);
+  });
+  return cudaGetLastError();
+}
+
+#define INSTANTIATE_SCALE(scalar_t, factors)                                                                                \
+  template cudaError_t scale<scalar_t, factors>(                                                                            \
+      ByNumber<Factors<factors>>, const scalar_t*, const uint16_t*, const uint8_t*, int, scalar_t*, int64_t, cudaStream_t); \
+  template cudaError_t scale<scalar_t, factors>(                                                                            \
+      ByNumber<Factors<factors>>, const scalar_t*, const Walk&, const uint16_t*, const uint8_t*, int, scalar_t*, int64_t,   \
+      cudaStream_t);
+INSTANTIATE_SCALE(c10::Half, 1)
+INSTANTIATE_SCALE(c10::Half, 2)
+INSTANTIATE_SCALE(c10::BFloat16, 1)
+INSTANTIATE_SCALE(c10::BFloat16, 2)
+
+}  // namespace fastact::cuda

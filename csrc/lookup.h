@@ -1,0 +1,79 @@
+// What the kernels offer to the binding for the smooth activations. In a dtype of 16 bits these have 65,536 inputs, so a
+// function is a table. The inputs that share an output are numbered, and an element's number, saved as a code of a few bits,
+// gives together with the output the input back, or whatever a table holds of it: the factor that its gradient is multiplied
+// by.
+//
+// Inputs and outputs are bit patterns. All walk the output in memory order; outputs, code and what is written are dense and
+// aligned as an allocation is, where nothing else is said.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace fastact {
+
+// A table over the numbered inputs of all outputs: `list[first[output] + number]`. The CUDA kernels find the first kDirect
+// numbers of each output in `direct[number][output]`: one lookup in the place of two. Since the first numbers are the most
+// common ones, this order keeps what is used together (2^28 elements in bfloat16, on an H200: 409 us, `direct[output][number]`
+// 831 us).
+constexpr uint32_t kDirect = 32;
+template <class T>
+struct ByNumber {
+  const uint32_t* first;
+  const T* list;
+  const T* direct;
+};
+
+// A gradient is multiplied by one factor, or by two, one after the other. -0 stands for PyTorch's selecting +0, whatever the
+// gradient.
+template <int factors>
+struct alignas(factors * sizeof(float)) Factors {
+  float factor[factors];
+};
+
+namespace cpu {
+
+// As kBlock, for the groups of a code.
+constexpr int64_t kGroups = 128;
+
+// Writes each input's number as a code, for the groups from `begin` up to `end`.
+void encode(const uint16_t* numbers, const uint16_t* x, uint8_t* code, int bits, int64_t n, int64_t begin, int64_t end);
+
+// The inputs again.
+void decode(
+    ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, int64_t begin,
+    int64_t end);
+
+}  // namespace cpu
+
+#if defined(FASTACT_CUDA)
+namespace cuda {
+
+// y = outputs[x]. `y` may have any alignment, and may be `x`.
+cudaError_t look_up(const uint16_t* outputs, const uint16_t* x, Rows rows, uint16_t* y, int64_t n, cudaStream_t stream);
+
+// The same with a code. An entry holds an output in its lower half and the input's number in its upper: these take 321 us for
+// 2^28 elements in bfloat16 on an H200, the outputs alone 262 us, both tables 348 us.
+cudaError_t encode(
+    const uint32_t* entries, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int bits, int64_t n,
+    cudaStream_t stream);
+
+cudaError_t decode(
+    ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, cudaStream_t stream);
+
+// grad times the input's factors. `y` may have any alignment; with a walk, of which y and code are the mask, it and grad lie as
+// that says.
+template <class scalar_t, int factors>
+cudaError_t scale(
+    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const uint16_t* y, const uint8_t* code, int bits, scalar_t* to,
+    int64_t n, cudaStream_t stream);
+template <class scalar_t, int factors>
+cudaError_t scale(
+    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const Walk& walk, const uint16_t* y, const uint8_t* code, int bits,
+    scalar_t* to, int64_t n, cudaStream_t stream);
+
+}  // namespace cuda
+#endif
+
+}  // namespace fastact
