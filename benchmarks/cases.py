@@ -45,6 +45,23 @@ OPS = {
 }
 
 
+@dataclass(frozen=True)
+class Smooth:
+    ours: Callable
+    pytorch: Callable
+    forward: float  # at least, in bfloat16
+    both: float  # at least, forward + backward
+
+
+SMOOTH = {
+    "gelu": Smooth(activations_cuda.gelu, F.gelu, 1.25, 1.05),
+    "gelu, tanh": Smooth(partial(activations_cuda.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh"), 1.08, 0.90),
+    "silu": Smooth(activations_cuda.silu, F.silu, 1.00, 0.86),
+    "hardswish": Smooth(activations_cuda.hardswish, F.hardswish, 0.98, 0.87),
+    "mish": Smooth(activations_cuda.mish, F.mish, 1.70, 1.55),
+}
+
+
 @dataclass
 class Case:
     """One row. `ours` and `reference` are called without arguments."""
@@ -106,7 +123,9 @@ def gpu_cases(device="cuda"):
         del x, y, kernel
         yield from peer_cases(name, op, clock, device)
     yield from layout_cases(OPS["hardtanh"], clock, device)
-    yield from call_cases(device, 64, (0.85, 0.95, 0.95))
+    yield from smooth_cases(clock, device)
+    yield from call_cases(OPS, FLOAT, device, 64, (0.85, 0.95, 0.95))
+    yield from call_cases(SMOOTH, BFLOAT, device, 64, (1.0, 1.0, 1.0))
 
 
 def peer_cases(name, op, clock, device):
@@ -146,15 +165,29 @@ def layout_cases(op, clock, device):
             yield Case(f"forward, {label}", "hardtanh", x, "F", partial(op.ours, x), partial(op.pytorch, x), 1.0, clock)
 
 
-def call_cases(device, numel, at_most):
+def smooth_cases(clock, device):
+    for name, op in SMOOTH.items():
+        for power in (26, 28):
+            x = normal(1 << power, BFLOAT, device)
+            yield Case("forward", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), op.forward, clock)
+            both = steps_of(op.ours, op.pytorch, x, device)
+            yield Case("forward + backward", name, x, "F", *both, op.both, clock)
+        x = normal(1 << 28, HALF, device)
+        yield Case("forward + backward", name, x, "F", *steps_of(op.ours, op.pytorch, x, device), 0.80, clock)
+        for power in range(0, 25, 4):
+            x = normal(1 << power, BFLOAT, device)
+            yield Case("forward, by size", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), 0.98, clock)
+
+
+def call_cases(ops, dtype, device, numel, at_most):
     """What a call costs on the host: no grad, grad, forward + backward. At most 0.85 of the time is at least 1 / 0.85."""
-    for name, op in OPS.items():
-        x = normal(numel, FLOAT, device)
-        leaf = normal(numel, FLOAT, device).requires_grad_()
+    for name, op in ops.items():
+        x = normal(numel, dtype, device)
+        leaf = normal(numel, dtype, device).requires_grad_()
         pairs = {
             "call, no grad": (1000, partial(op.ours, x), partial(op.pytorch, x)),
             "call, grad": (1000, partial(op.ours, leaf), partial(op.pytorch, leaf)),
-            "call, forward + backward": (200, *steps_of(op.ours, op.pytorch, normal(numel, FLOAT, device), device)),
+            "call, forward + backward": (200, *steps_of(op.ours, op.pytorch, normal(numel, dtype, device), device)),
         }
         for (label, (calls, ours, reference)), bound in zip(pairs.items(), at_most, strict=False):
             yield Case(label, name, x, "F", ours, reference, 1 / bound, HostClock(calls))
@@ -173,4 +206,4 @@ def cpu_cases(device="cpu"):
                     yield Case(f"backward, {label}", name, x, "aten", *backward_of(op, x, device), 1.20, clock)
     torch.set_num_threads(threads)
     for numel in (1, 64, 1024):
-        yield from call_cases(device, numel, (0.90, 0.90))
+        yield from call_cases(OPS, FLOAT, device, numel, (0.90, 0.90))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -68,13 +68,74 @@ class SpeechFrontEnd(nn.Module):
         return self.linear(self.convolutions(spectrograms).flatten(1, 2).mean(-1))
 
 
+class Bottleneck(nn.Module):
+    """As in the YOLO networks: two convolutions, and their input added."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.convolutions = nn.Sequential(*convolution(channels, channels), *convolution(channels, channels))
+
+    def forward(self, x):
+        return x + self.convolutions(x)
+
+
+class CrossStage(nn.Module):
+    """Half of the channels by way of some bottlenecks, and all that came about on the way, concatenated."""
+
+    def __init__(self, channels, depth):
+        super().__init__()
+        self.first = convolution(channels, channels)
+        self.bottlenecks = nn.ModuleList(Bottleneck(channels // 2) for _ in range(depth))
+        self.last = convolution(channels // 2 * (depth + 2), channels)
+
+    def forward(self, x):
+        parts = list(self.first(x).chunk(2, 1))
+        for bottleneck in self.bottlenecks:
+            parts.append(bottleneck(parts[-1]))
+        return self.last(torch.cat(parts, 1))
+
+
+def convolution(inputs, outputs, size=3, stride=1):
+    padding = size // 2
+    return nn.Sequential(nn.Conv2d(inputs, outputs, size, stride, padding, bias=False), nn.BatchNorm2d(outputs), nn.SiLU(True))
+
+
+def yolo_like(widths=(32, 64, 128, 256, 512)):
+    layers = [convolution(3, widths[0], stride=2)]
+    for inputs, outputs in pairwise(widths):
+        layers += [convolution(inputs, outputs, stride=2), CrossStage(outputs, 2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000))
+
+
+class Language(nn.Module):
+    """A language model of transformers that classifies token sequences, and returns the logits."""
+
+    def __init__(self, name, config, **options):
+        super().__init__()
+        import transformers
+
+        self.model = getattr(transformers, name)(getattr(transformers, config)(num_labels=1000, pad_token_id=0, **options))
+
+    def forward(self, tokens):
+        return self.model(tokens).logits
+
+
 @dataclass(frozen=True)
 class Model:
     create: Callable
     shape: tuple  # of a batch
+    dtypes: tuple = (torch.float32, torch.bfloat16)
+    vocabulary: int | None = None  # the batch is of tokens
+
+    def batch(self, device):
+        if self.vocabulary:
+            return torch.randint(1, self.vocabulary, self.shape, device=device)
+        batch = torch.randn(self.shape, device=device)
+        return batch.to(memory_format=torch.channels_last) if batch.dim() == 4 else batch
 
 
 IMAGE = 3, 224, 224
+HALF = (torch.bfloat16,)
 MODELS = {
     "mobilenet_v2": Model(lambda: from_torchvision("mobilenet_v2"), (256, *IMAGE)),
     "mobilenet_v3_large": Model(lambda: from_torchvision("mobilenet_v3_large"), (256, *IMAGE)),
@@ -86,6 +147,23 @@ MODELS = {
     "timm ghostnet_100": Model(lambda: from_timm("ghostnet_100"), (256, *IMAGE)),
     "googlenet": Model(lambda: from_torchvision("googlenet", aux_logits=False, init_weights=False), (256, *IMAGE)),
     "resnet50": Model(lambda: from_torchvision("resnet50"), (128, *IMAGE)),
+    # SiLU and GELU, from a few bits in bfloat16.
+    "efficientnet_b0": Model(lambda: from_torchvision("efficientnet_b0"), (128, *IMAGE), HALF),
+    "efficientnet_v2_s": Model(lambda: from_torchvision("efficientnet_v2_s"), (64, *IMAGE), HALF),
+    "convnext_tiny": Model(lambda: from_torchvision("convnext_tiny"), (64, *IMAGE), HALF),
+    "vit_b_16": Model(lambda: from_torchvision("vit_b_16"), (64, *IMAGE), HALF),
+    "swin_t": Model(lambda: from_torchvision("swin_t"), (64, *IMAGE), HALF),
+    "timm mobilevit_s": Model(lambda: from_timm("mobilevit_s"), (64, 3, 256, 256), HALF),
+    "YOLO-like": Model(yolo_like, (64, 3, 320, 320), HALF),
+    "BERT-base": Model(
+        lambda: Language("BertForSequenceClassification", "BertConfig", hidden_act="gelu"), (32, 512), HALF, 30522
+    ),
+    "GPT-2": Model(
+        lambda: Language("GPT2ForSequenceClassification", "GPT2Config", activation_function="gelu_pytorch_tanh"),
+        (16, 1024),
+        HALF,
+        50257,
+    ),
 }
 
 # At most this much of the time and of the memory of the model as it comes.
@@ -142,9 +220,8 @@ def both(model, dtype):
     """The model as it comes, and converted, with the same weights."""
     torch.manual_seed(0)
     before = model.create().cuda().to(memory_format=torch.channels_last).train()
-    batch = torch.empty(model.shape, device="meta")
     with autocast(dtype):
-        return before, activations_cuda.convert(copy.deepcopy(before), example_inputs=(batch,))
+        return before, activations_cuda.convert(copy.deepcopy(before), example_inputs=(model.batch("meta"),))
 
 
 def local(tensor):
@@ -185,7 +262,7 @@ def compare(before, after, peak_before, peak_after):
 
 
 def measure(name, model, dtype):
-    batch = normal(model.shape)
+    batch = model.batch("cuda")
     before, after = trainings = [Training(m, batch, dtype) for m in both(model, dtype)]
     with deterministic():
         for training in trainings:
@@ -282,7 +359,8 @@ def main():
     largest = earlier.get("largest_batch") if same else None
     if "mobilenet_v2" in chosen:
         largest = batches("mobilenet_v2")
-    for name, dtype in tqdm(list(product(chosen, (torch.float32, torch.bfloat16))), unit=" runs"):
+    runs = [(name, dtype) for name in chosen for dtype in MODELS[name].dtypes]
+    for name, dtype in tqdm(runs, unit=" runs"):
         rows.append(measure(name, MODELS[name], dtype))
         rows.sort(key=lambda row: list(MODELS).index(row["model"]))
         record.write(path, {**origin, "largest_batch": largest, "rows": rows})
