@@ -82,6 +82,10 @@ SMALL = {
     "LeakyReLU and hard sigmoid gates": lambda: inverted_residuals(nn.LeakyReLU, nn.Hardsigmoid),
     "Threshold and Hardshrink": lambda: inverted_residuals(lambda: nn.Threshold(0.1, 0.0), nn.Hardshrink),
     "ReLU": lambda: inverted_residuals(nn.ReLU),
+    "SiLU and hard sigmoid gates": lambda: inverted_residuals(lambda: nn.SiLU(inplace=True), nn.Hardsigmoid),
+    "Hardswish and Mish gates": lambda: inverted_residuals(nn.Hardswish, nn.Mish),
+    "GELU": lambda: inverted_residuals(nn.GELU),
+    "GELU by tanh": lambda: inverted_residuals(lambda: nn.GELU("tanh")),
     "a discriminator": discriminator,
     "transposed": Transposed,
 }
@@ -101,12 +105,20 @@ LARGE = {
     "timm:ghostnet_100": ["all", "what pays"],
     "timm:lcnet_050": ["all"],
     "torchvision:mobilenet_v2": ["all", "what pays"],
-    "torchvision:mobilenet_v3_large": ["all"],
+    "torchvision:mobilenet_v3_large": ["what pays"],  # where dropout writes to Hardswish's output
     "torchvision:resnet18": ["all"],
     "torchvision:googlenet": ["what pays"],
     "torchvision:squeezenet1_1": ["what pays"],
     "torchvision:shufflenet_v2_x1_0": ["what pays"],
+    "torchvision:efficientnet_b0": ["all", "what pays"],
+    "torchvision:convnext_tiny": ["all"],
+    "torchvision:swin_t": ["all"],
+    "timm:mobilevit_s": ["all"],
 }
+
+
+def autocast(device, dtype):
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 def train(model, steps, shape, dtype, memory_format):
@@ -114,13 +126,12 @@ def train(model, steps, shape, dtype, memory_format):
     device = next(model.parameters()).device
     model = model.to(memory_format=memory_format).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    autocast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
     losses = []
     for step in range(steps):
         torch.manual_seed(step)  # the batch, and dropout
         images = torch.randn(shape, device=device).to(memory_format=memory_format)
         labels = torch.randint(10, shape[:1], device=device)
-        with autocast:
+        with autocast(device, dtype):
             loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
@@ -129,10 +140,11 @@ def train(model, steps, shape, dtype, memory_format):
     return torch.stack(losses), model.state_dict()
 
 
-def assert_trains_the_same(model, convert, *arguments):
-    converted = convert(copy.deepcopy(model))
+def assert_trains_the_same(model, convert, steps, shape, dtype, memory_format):
+    with autocast(next(model.parameters()).device, dtype):
+        converted = convert(copy.deepcopy(model))
     assert activations_cuda.converted(converted)
-    (losses, state), (other_losses, other_state) = (train(m, *arguments) for m in (model, converted))
+    (losses, state), (other_losses, other_state) = (train(m, steps, shape, dtype, memory_format) for m in (model, converted))
     assert len(losses.unique()) > 1
     assert torch.equal(losses, other_losses)
     different = [name for name in state if not torch.equal(state[name], other_state[name])]

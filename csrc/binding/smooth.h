@@ -3,7 +3,7 @@
 
 #include <ATen/ATen.h>
 
-#include <tuple>
+#include <limits>
 #include <vector>
 
 namespace fastact {
@@ -18,13 +18,16 @@ struct Smooth {
   // What PyTorch's CUDA kernel multiplies a gradient by, in float32: one factor, or two, one after the other.
   std::vector<at::Tensor> (*factors)(const at::Tensor& input);
 
-  // Of the code: what the inputs that share an output need. In float16 hundreds of inputs of silu, mish and gelu have the
-  // output -0 and gradients that differ.
-  int bits_of_bfloat16, bits_of_half;
-  // Whether on CUDA a table is faster than PyTorch's formula.
-  bool tabulates;
+  struct OfDtype {
+    // Of the code: what the inputs that share an output need. In float16 hundreds of inputs of silu, mish and gelu have the
+    // output -0 and gradients that differ.
+    int bits;
+    // From how many elements on a table is faster than PyTorch's formula, forward without a gradient, on an H200. Of a smaller
+    // tensor the entries that are met aren't in a cache yet; in float16 they are eight times as many.
+    int64_t tabulates_from;
+  } bfloat16, half;
 
-  int bits(at::ScalarType dtype) const { return dtype == at::kHalf ? bits_of_half : bits_of_bfloat16; }
+  const OfDtype& of(at::ScalarType dtype) const { return dtype == at::kHalf ? half : bfloat16; }
 };
 
 using at::Tensor;
@@ -68,15 +71,35 @@ inline Tensor gelu_tanh_backward(const Tensor& grad, const Tensor& input) {
 
 enum SmoothIndex { kGelu, kGeluTanh, kSilu, kHardswish, kMish, kSmoothCount };
 
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
 inline constexpr Smooth kSmooth[kSmoothCount] = {
-    {kGelu, "gelu", smooth::gelu, smooth::gelu_inplace, smooth::gelu_backward, smooth::one_factor<smooth::gelu_backward>, 8, 10,
-     true},
-    {kGeluTanh, "gelu_tanh", smooth::gelu_tanh, smooth::gelu_tanh_inplace, smooth::gelu_tanh_backward,
-     smooth::one_factor<smooth::gelu_tanh_backward>, 5, 8, true},
-    {kSilu, "silu", at::silu, at::silu_, at::silu_backward, smooth::factors_of_silu, 5, 10, true},
-    {kHardswish, "hardswish", at::hardswish, at::hardswish_, at::hardswish_backward, smooth::one_factor<at::hardswish_backward>,
-     5, 8, false},
-    {kMish, "mish", at::mish, at::mish_, at::mish_backward, smooth::one_factor<at::mish_backward>, 5, 10, true},
+    {kGelu,
+     "gelu",
+     smooth::gelu,
+     smooth::gelu_inplace,
+     smooth::gelu_backward,
+     smooth::one_factor<smooth::gelu_backward>,
+     {8, 1 << 22},
+     {10, kNever}},
+    {kGeluTanh,
+     "gelu_tanh",
+     smooth::gelu_tanh,
+     smooth::gelu_tanh_inplace,
+     smooth::gelu_tanh_backward,
+     smooth::one_factor<smooth::gelu_tanh_backward>,
+     {5, 1 << 25},
+     {8, kNever}},
+    {kSilu, "silu", at::silu, at::silu_, at::silu_backward, smooth::factors_of_silu, {5, 1 << 26}, {10, kNever}},
+    {kHardswish,
+     "hardswish",
+     at::hardswish,
+     at::hardswish_,
+     at::hardswish_backward,
+     smooth::one_factor<at::hardswish_backward>,
+     {5, kNever},
+     {8, kNever}},
+    {kMish, "mish", at::mish, at::mish_, at::mish_backward, smooth::one_factor<at::mish_backward>, {5, 0}, {10, 1 << 22}},
 };
 
 // What a line of family.def says of a smooth member, as a type: its op has a name, parameters as the schema writes them,

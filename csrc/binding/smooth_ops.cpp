@@ -51,7 +51,7 @@ struct SmoothKernels {
   // Without a code.
   static Tensor value(const Tensor& self, Parameters... parameters) {
     const Smooth* activation = Op::activation(parameters...);
-    if (self.is_cuda() && activation && activation->tabulates) {
+    if (self.is_cuda() && activation && self.numel() >= activation->of(self.scalar_type()).tabulates_from) {
       if (const Tables* of_self = tables(self, parameters...)) {
         return std::get<0>(encode(*activation, *of_self, self, /*with_code=*/false));
       }
@@ -65,7 +65,7 @@ struct SmoothKernels {
 
   static OutputAndCode meta_with_code(const Tensor& self, Parameters... parameters) {
     check_with_code(self, parameters...);
-    const int bits = Op::activation(parameters...)->bits(self.scalar_type());
+    const int bits = Op::activation(parameters...)->of(self.scalar_type()).bits;
     return {
         at::empty_like(self, self.options(), elementwise_format(self)),
         at::empty_symint({code_bytes(self.sym_numel(), bits)}, self.options().dtype(at::kByte))};
@@ -151,7 +151,7 @@ void check_code(
       grad.scalar_type() == output.scalar_type() && grad.device() == output.device() && grad.sym_sizes() == output.sym_sizes(),
       "code_backward: expected grad of the output's dtype, device and shape, got ", grad.scalar_type(), " on ", grad.device(),
       " of shape ", grad.sym_sizes(), " and ", output.scalar_type(), " on ", output.device(), " of shape ", output.sym_sizes());
-  const auto bytes = code_bytes(output.sym_numel(), activation.bits(output.scalar_type()));
+  const auto bytes = code_bytes(output.sym_numel(), activation.of(output.scalar_type()).bits);
   TORCH_CHECK(
       code.scalar_type() == at::kByte && code.device() == output.device() && code.dim() == 1 && code.sym_numel() == bytes &&
           code.is_contiguous(),

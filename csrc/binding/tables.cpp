@@ -179,7 +179,7 @@ std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dty
   const Tensor wide = x.to(at::kFloat);
   const Patterns outputs = with_one_nan(activation.forward(x));
   const Patterns others = device.is_cpu() ? with_one_nan(activation.forward(at::stack({x, x}, 1).select(1, 0))) : outputs;
-  const int bits = activation.bits(dtype);
+  const int bits = activation.of(dtype).bits;
   const Patterns numbers = number(outputs, others, derivatives(activation, x), 1 << bits);
   if (numbers.empty()) {
     return nullptr;
