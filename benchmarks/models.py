@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import activations_cuda
@@ -231,9 +232,10 @@ def local(tensor):
 
 @contextmanager
 def deterministic():
-    """Of its own accord cuDNN repeats itself in bfloat16, but not in float32."""
+    """Of its own accord cuDNN repeats itself in bfloat16, but not in float32, and attention's backward pass in neither."""
     torch.backends.cudnn.deterministic = True
-    yield
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
     torch.backends.cudnn.deterministic = False
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import activations_cuda
 from activations_cuda.replacements import OURS
@@ -110,7 +111,7 @@ LARGE = {
     "torchvision:googlenet": ["what pays"],
     "torchvision:squeezenet1_1": ["what pays"],
     "torchvision:shufflenet_v2_x1_0": ["what pays"],
-    "torchvision:efficientnet_b0": ["all", "what pays"],
+    "torchvision:efficientnet_b0": ["all"],
     "torchvision:convnext_tiny": ["all"],
     "torchvision:swin_t": ["all"],
     "timm:mobilevit_s": ["all"],
@@ -160,7 +161,8 @@ def convert_all(model):
 def deterministic():
     """PyTorch's own kernels repeat themselves to the bit."""
     torch.backends.cudnn.deterministic = True
-    yield
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
     torch.backends.cudnn.deterministic = False
 
 
