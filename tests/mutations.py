@@ -22,7 +22,19 @@ from trees import copy, install, run
 
 TESTS = [  # the quick ones first
     f"test_{name}.py"
-    for name in ("mask", "errors", "strides", "cuda", "exact", "inplace", "load", "guards", "exhaustive", "properties")
+    for name in (
+        "mask",
+        "errors",
+        "strides",
+        "cuda",
+        "exact",
+        "inplace",
+        "smooth",
+        "load",
+        "guards",
+        "exhaustive",
+        "properties",
+    )
 ]
 
 
@@ -45,6 +57,11 @@ MASK = "csrc/mask.h"
 PACKED = "csrc/binding/packed.h"
 CPU = "csrc/cpu/kernels.cpp"
 CUDA = "csrc/cuda/kernels.cu"
+ACCESS = "csrc/cuda/access.cuh"
+CODE = "csrc/code.h"
+TABLES = "csrc/binding/tables.cpp"
+CPU_LOOKUP = "csrc/cpu/lookup.cpp"
+CUDA_LOOKUP = "csrc/cuda/lookup.cu"
 
 UNBROKEN = Mutant("nothing is broken", MASK, "kMaskBits = 8", "kMaskBits = 8")
 
@@ -66,6 +83,8 @@ SHARED = [
     Mutant("a mask of any length", ARGUMENTS, "mask.sym_numel() == bytes", "true"),
     Mutant("a mask of any strides", ARGUMENTS, "&& mask.is_contiguous()", ""),
     Mutant("a mask of any dtype", ARGUMENTS, "mask.scalar_type() == at::kByte", "true"),
+    Mutant("a code without its high bits", CODE, "return low | high << kLow;", "return low;"),
+    Mutant("no code for the last group", CODE, "(numel + (kGroup - 1)) / kGroup * bits", "numel / kGroup * bits"),
     Mutant("no byte for the last bits", MASK, "(numel + (kMaskBits - 1)) / kMaskBits", "numel / kMaskBits"),
     Mutant(
         "a mask is leaked",
@@ -90,11 +109,23 @@ ON = {
         Mutant("a walk in steps of one", CPU, "grad[offset + k * walk.grad[0]]", "grad[offset + k]"),
         Mutant("the last block is left out", PACKED, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
         Mutant("a thread begins one late", PACKED, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),
+        Mutant("an input of its neighbour's number", CPU_LOOKUP, "of_group.get(i)", "of_group.get(0)"),
+        Mutant("the tail is not decoded", CPU_LOOKUP, "i < n; ++i) {\n        x[", "i + 1 < n; ++i) {\n        x["),
         Mutant("hardsigmoid: a sixth as on CUDA", ACTIVATIONS, "return x / T(6);", "return x * T(1.0f / 6.0f);"),
     ],
     "cuda": [
+        Mutant("factors of the first number", CUDA_LOOKUP, "(number << 16 | y)", "y"),
+        Mutant("no factors beyond the direct ones", CUDA_LOOKUP, "bits <= 5 || number < kDirect", "true"),
+        Mutant(
+            "+0 is not selected",
+            CUDA_LOOKUP,
+            "== 0x80000000u ? scalar_t(0) :",
+            "== 0x80000000u ? static_cast<scalar_t>(product) :",
+        ),
+        Mutant("an output that isn't aligned", CUDA_LOOKUP, "!is_aligned(grad) || !is_aligned(y)", "!is_aligned(grad)"),
+        Mutant("PyTorch is not asked", TABLES, "if (tables && !agrees_with_pytorch(", "if (false && !agrees_with_pytorch("),
         Mutant("NaN is clamped by the GPU", ACTIVATIONS, "max.NaN.f32", "max.f32"),
-        Mutant("the tail is one too long", CUDA, "return first + size <= n;", "return first + size <= n + 1;"),
+        Mutant("the tail is one too long", ACCESS, "return first + size <= n;", "return first + size <= n + 1;"),
         Mutant(
             "the scalar tail is one too short",
             CUDA,
@@ -109,14 +140,14 @@ ON = {
         ),
         Mutant("bits in the other order", CUDA, "<< (threads * size)", ">> (threads * size)"),
         Mutant("bits of the byte's first vector", CUDA, " >> (first % kMaskBits)", ""),
-        Mutant("aligned where it is not", CUDA, "% kVectorBytes == 0;", "% 8 == 0;"),
-        Mutant("no shift within a word", CUDA, "shift % sizeof(unsigned int) * 8", "0"),
-        Mutant("a vector past the end of its row", CUDA, "is_between && rest >= size", "is_between"),
-        Mutant("a reciprocal rounded down", CUDA, "(31 + shift_)) + divisor - 1)", "(31 + shift_)))"),
-        Mutant("a walk that runs past its dimension", CUDA, "if (--*rest > 0) {", "if (--*rest >= 0) {"),
+        Mutant("aligned where it is not", ACCESS, "% kVectorBytes == 0;", "% 8 == 0;"),
+        Mutant("no shift within a word", ACCESS, "shift % sizeof(unsigned int) * 8", "0"),
+        Mutant("a vector past the end of its row", ACCESS, "is_between && rest >= size", "is_between"),
+        Mutant("a reciprocal rounded down", ACCESS, "(31 + shift_)) + divisor - 1)", "(31 + shift_)))"),
+        Mutant("a walk that runs past its dimension", ACCESS, "if (--*rest > 0) {", "if (--*rest >= 0) {"),
         Mutant("a walk's tail is not stored", CUDA, "if (first + i < n) {\n      y", "if (first + i + 1 < n) {\n      y"),
         Mutant("too few blocks", CUDA, "blocks<scalar_t, vectors.value>(n)", "blocks<scalar_t, 2>(n)"),
-        Mutant("32-bit indices", CUDA, "return (piece *", "return static_cast<int>(piece *"),
+        Mutant("32-bit indices", ACCESS, "return (piece *", "return static_cast<int>(piece *"),
         Mutant("a slope of 0 multiplies", CUDA, "slope == 0 ? scalar_t(0) : scaled", "scaled"),
         Mutant("outside keeps nothing, whatever the slope", CUDA, "inside == 1 && outside == 0", "inside == 1"),
         Mutant("forward on the default stream", PACKED, "mask, n, c10::cuda::getCurrentCUDAStream()", "mask, n, nullptr"),
