@@ -253,11 +253,14 @@ def test_selective_checkpoint(row, device):
         assert_same_values(actual, gradients_of(lambda t: row.reference(t * 2) * 3, x, grad)[1])
 
 
-def test_save_on_cpu(row, device):
-    x, grad = (sample(99, torch.bfloat16, device, seed) for seed in (0, 1))
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+@pytest.mark.parametrize("layout", DISJOINT)
+def test_save_on_cpu(row, layout, inplace, device):
+    """Which gives the output back in another layout."""
+    x, grad = (DISJOINT[layout](2, 3, 4, 5).bfloat16().to(device) for _ in range(2))
     with torch.autograd.graph.save_on_cpu():
-        leaf = x.clone().requires_grad_()
-        y = row(leaf)
+        leaf = x.detach().requires_grad_()
+        y = row.inplace(leaf * 1) if inplace else row(leaf)
     assert_same_values(torch.autograd.grad(y, leaf, grad)[0], gradients_of(row.reference, x, grad)[1])
 
 

@@ -42,13 +42,18 @@ struct CodeBackward : Node {
   CodeBackward(const Smooth& activation, const at::Tensor& self, c10::SymIntArrayRef input_strides)
       : Node(torch::autograd::collect_next_edges(self)), activation_(activation), input_strides_(input_strides) {}
 
-  void save(SavedVariable output, const at::Tensor& code) {
+  // The code has the memory order of these strides, the output's.
+  void save(SavedVariable output, c10::SymIntArrayRef output_strides, const at::Tensor& code) {
     output_ = std::move(output);
+    output_strides_.assign(output_strides.begin(), output_strides.end());
     code_ = SavedVariable(code, /*is_output=*/false);
   }
 
   variable_list apply(variable_list&& grads) override {
-    const auto [output, code] = unpack();
+    auto [output, code] = unpack();
+    if (output.sym_strides() != c10::SymIntArrayRef(output_strides_)) {  // a hook on what is saved has copied it
+      output = at::empty_strided_symint(output.sym_sizes(), output_strides_, output.options()).copy_(output);
+    }
     if (at::GradMode::is_enabled() && grads[0].defined()) {
       return {differentiable(grads[0], output, code)};
     }
@@ -129,7 +134,7 @@ struct CodeBackward : Node {
 
   const Smooth& activation_;
   SavedVariable output_, code_;
-  c10::SymDimVector input_strides_;
+  c10::SymDimVector output_strides_, input_strides_;
 };
 
 }  // namespace
@@ -148,7 +153,7 @@ void record_code(const Smooth& activation, const at::Tensor& self, at::Tensor& o
   }
   auto* node = new CodeBackward(activation, self, self.sym_strides());
   torch::autograd::set_history(output, adopt(node));
-  node->save(SavedVariable(output, /*is_output=*/true), code);
+  node->save(SavedVariable(output, /*is_output=*/true), output.sym_strides(), code);
 }
 
 void record_code_inplace(const Smooth& activation, at::Tensor& self, const at::Tensor& ordered, const at::Tensor& code) {
@@ -160,7 +165,7 @@ void record_code_inplace(const Smooth& activation, at::Tensor& self, const at::T
   node->save(
       ordered.is_same(self) ? SavedVariable(self, /*is_output=*/true, /*is_inplace_on_view=*/self.is_view())
                             : SavedVariable(ordered, /*is_output=*/false),
-      code);
+      ordered.sym_strides(), code);
 }
 
 }  // namespace fastact
