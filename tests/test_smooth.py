@@ -264,6 +264,15 @@ def test_saved_tensors_hooks(row, layout, inplace, device):
     assert_same_values(torch.autograd.grad(y, leaf, grad)[0], gradients_of(row.reference, x, grad)[1])
 
 
+@EACH_TYPE
+def test_a_code_anywhere_in_memory(row, dtype, device):
+    x, grad = (sample(99, dtype, device, seed) for seed in (0, 1))
+    output, code = row.with_code(x)
+    for offset in range(1, 8):
+        moved = torch.cat([code.new_zeros(offset), code])[offset:]
+        assert_same(row.code_backward(grad, output, moved), row.reference_backward(grad, x))
+
+
 def test_compiled(row, device):
     """As ATen's ops."""
     function = getattr(activations_cuda, row.name)

@@ -43,7 +43,7 @@ inline bool is_jagged(const at::Tensor& tensor) {
 // tensors.
 inline bool is_traced() {
   using c10::impl::TorchDispatchModeTLS;
-#if FASTACT_TORCH_VERSION >= 201
+#if FASTACT_TORCH_VERSION >= 202
   using Key = c10::impl::TorchDispatchModeKey;
   return TorchDispatchModeTLS::get_mode(Key::FAKE).has_value() || TorchDispatchModeTLS::get_mode(Key::PROXY).has_value() ||
          TorchDispatchModeTLS::get_mode(Key::FUNCTIONAL).has_value();

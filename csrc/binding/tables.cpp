@@ -387,6 +387,11 @@ std::tuple<Tensor, Tensor> encode_inplace(const Smooth& activation, const Tables
 
 namespace {
 
+// The kernels read a code word by word, and a hook on what is saved may return a slice of something.
+Tensor aligned(const Tensor& code) {
+  return reinterpret_cast<uintptr_t>(code.data_ptr()) % sizeof(uint64_t) == 0 ? code : code.clone();
+}
+
 // A copy with these strides: PyTorch's CPU ops compute a tensor that isn't contiguous otherwise. What is expanded stays
 // expanded.
 Tensor laid_out(const Tensor& self, at::IntArrayRef strides) {
@@ -401,7 +406,8 @@ Tensor laid_out(const Tensor& self, at::IntArrayRef strides) {
 
 }  // namespace
 
-Tensor decode(const Tables& tables, const Tensor& output, const Tensor& code, at::IntArrayRef strides) {
+Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_code, at::IntArrayRef strides) {
+  const Tensor code = aligned(saved_code);
   if (output.strides() != strides) {
     return laid_out(decode(tables, output, code, output.strides()), strides);
   }
@@ -450,8 +456,9 @@ void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const
 }  // namespace
 
 Tensor backward(
-    const Smooth& activation, const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& code,
+    const Smooth& activation, const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& saved_code,
     at::IntArrayRef input_strides) {
+  const Tensor code = aligned(saved_code);
 #if defined(FASTACT_CUDA)
   if (output.is_cuda()) {
     const bool alike = grad.strides() == input_strides;
