@@ -74,12 +74,12 @@ at::Tensor scale(const at::Tensor& grad, const at::Tensor& mask, const Rule& rul
     return op.call(grad, mask, rule.slopes.inside, rule.slopes.outside, mask_strides, strides);
   };
   if (!rule.saved_strides && grad.sym_strides() == c10::SymIntArrayRef(rule.mask_strides)) {
-    return call(std::nullopt, std::nullopt);  // one layout for all, and for the result
+    return call({}, {});  // one layout for all, and for the result
   }
   if (const auto strides = pytorchs_strides(grad, rule)) {
     return call(c10::SymIntArrayRef(rule.mask_strides), c10::fromIntArrayRefSlow(*strides));
   }
-  return call(c10::SymIntArrayRef(rule.mask_strides), std::nullopt);
+  return call(c10::SymIntArrayRef(rule.mask_strides), {});
 }
 
 // Written by hand because torch::autograd::Function costs a training step of a small tensor more than PyTorch's own op does

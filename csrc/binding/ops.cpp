@@ -100,10 +100,9 @@ struct Kernels {
 
   static Tensor& traced_inplace(Tensor& self, Parameters... parameters) {
     if constexpr (pytorch_has<Op>) {
-      static const std::optional<c10::OperatorHandle> pytorchs =
-          c10::Dispatcher::singleton().findSchema({std::string("aten::") + Op::name + "_", ""});
+      static const auto pytorchs = c10::Dispatcher::singleton().findSchema({std::string("aten::") + Op::name + "_", ""});
       if (pytorchs) {
-        return pytorchs->typed<Tensor&(Tensor&, ScalarFor<Parameters>...)>().call(self, at::Scalar(parameters)...);
+        return pytorchs->template typed<Tensor&(Tensor&, ScalarFor<Parameters>...)>().call(self, at::Scalar(parameters)...);
       }
     }
     return self.copy_(traced(self, parameters...));
@@ -220,7 +219,7 @@ Tensor masked_scale(
     OptionalSymIntArrayRef strides) {
   check_mask(grad, mask, mask_strides, strides);
   const auto numbers = [](OptionalSymIntArrayRef symbols) {
-    return symbols ? at::OptionalIntArrayRef(C10_AS_INTARRAYREF_SLOW(*symbols)) : std::nullopt;
+    return symbols ? at::OptionalIntArrayRef(C10_AS_INTARRAYREF_SLOW(*symbols)) : at::OptionalIntArrayRef();
   };
   return packed_masked_scale<Backend>(grad, mask, inside, outside, numbers(mask_strides), numbers(strides));
 }

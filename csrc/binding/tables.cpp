@@ -30,9 +30,13 @@ constexpr int kPatterns = 1 << 16;
 
 // Runs ATen's ops as they are: nobody watches, traces or differentiates them.
 class Unwatched {
-  c10::impl::ForceDispatchKeyGuard guard_{
-      c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
+  static c10::impl::LocalDispatchKeySet keys() {
+    c10::impl::PODLocalDispatchKeySet keys{};
+    keys.set_included(c10::DispatchKeySet(c10::DispatchKey::BackendSelect));
+    keys.set_excluded(c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
+    return keys;
+  }
+  c10::impl::ForceDispatchKeyGuard guard_{keys()};
 };
 
 double largest(at::ScalarType dtype) {
@@ -227,7 +231,7 @@ std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dty
   const Tensor listed = tables->inputs.to(at::kLong).bitwise_and(0xffff);
   tables->slopes = by_input.index_select(0, listed).contiguous();
 
-  const Tensor entry = tables->entries.to(at::kLong).bitwise_and(0xffffffff);
+  const Tensor entry = tables->entries.to(at::kLong).bitwise_and(int64_t{0xffffffff});
   const Tensor is_direct = entry.lt(int64_t{kDirect} << 16).nonzero().squeeze(1);
   tables->direct = at::zeros({int64_t{kDirect} << 16, tables->factors}, wide.options());
   tables->direct.index_copy_(0, entry.index_select(0, is_direct), by_input.index_select(0, is_direct));
