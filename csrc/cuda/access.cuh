@@ -155,8 +155,8 @@ __device__ int64_t offset_of(int64_t i, const RowIndex& rows) {
 }
 
 // Finds the input of the vector that begins with element `first`; false where that is not one vector: at the end of the tensor
-// or of a row. A vector that lies across two aligned ones must not be the tensor's first or last, lest a byte outside of it be
-// read.
+// or of a row. A vector that lies across two aligned ones must not be the tensor's first or last: a byte outside of it would
+// be read.
 template <Access access, class scalar_t>
 __device__ bool find_vector(const scalar_t* x, int64_t first, int64_t n, const RowIndex& rows, const scalar_t** from) {
   constexpr int size = Vector<scalar_t>::size;
