@@ -34,9 +34,6 @@ struct alignas(factors * sizeof(float)) Factors {
 
 namespace cpu {
 
-// As kBlock, for the groups of a code.
-constexpr int64_t kGroups = 128;
-
 // Writes each input's number as a code, for the groups from `begin` up to `end`.
 void encode(const uint16_t* numbers, const uint16_t* x, uint8_t* code, int bits, int64_t n, int64_t begin, int64_t end);
 

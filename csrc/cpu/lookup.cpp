@@ -2,8 +2,6 @@
 // input again.
 #include "../lookup.h"
 
-#include <algorithm>
-
 #include "../code.h"
 
 namespace fastact::cpu {
