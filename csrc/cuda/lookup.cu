@@ -90,8 +90,9 @@ __device__ scalar_t times(scalar_t grad, const Factors<factors>& slope) {
   return __float_as_uint(slope.factor[0]) == 0x80000000u ? scalar_t(0) : static_cast<scalar_t>(product);
 }
 
+// One block at least: left to itself, ptxas saves registers for more blocks' sake and spills two of them on some architectures.
 template <int bits, class scalar_t, int factors>
-__global__ void __launch_bounds__(kThreads<scalar_t>) scale_kernel(
+__global__ void __launch_bounds__(kThreads<scalar_t>, 1) scale_kernel(
     ByNumber<Factors<factors>> slopes, const scalar_t* grad, const uint16_t* y, const uint8_t* code, scalar_t* to, int64_t n) {
   const int64_t first = first_element<scalar_t>();
   if (first >= n) {
