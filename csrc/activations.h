@@ -1,12 +1,12 @@
 // The family: what each activation computes, written once for every dtype, device and body.
 //
-// A piecewise-linear activation has two pieces and a rule that tells which one an element lies on:
+// A piecewise-linear activation f has two slopes, and a condition that chooses between them:
 //
-//     y = inside(x) ? linear(x) : saturated(x),    dy/dx = inside(x) ? slopes().inside : slopes().outside
+//     y = f(x),    dy/dx = f.inside(x) ? f.slopes().inside : f.slopes().outside
 //
 // The kernels evaluate a struct on float or double. The composite body asks the same struct what is inside of an at::Tensor,
-// and for the value where PyTorch has no such op, which is why the members are templates and speak of conditions with `|`, `&`
-// and `negation` only. Nothing here knows of ATen.
+// and for the value where PyTorch has no such op, which is why the members are templates and speak of conditions with `|`, `&`,
+// `negation` and `where` only. Nothing here knows of ATen.
 //
 // On each device the formulas are those of PyTorch's own op there, to the last bit; where PyTorch's two ops differ, `device`
 // decides.
@@ -49,6 +49,12 @@ FASTACT_HOST_DEVICE auto negation(const Condition& condition) {
   }
 }
 
+// For a tensor argument-dependent lookup finds at::where.
+template <class T>
+FASTACT_HOST_DEVICE T where(bool condition, T inside, T outside) {
+  return condition ? inside : outside;
+}
+
 // NaN passes. PyTorch's CUDA op is made of fmax and fmin, which take +0 for the greater zero; its CPU op compares, and so
 // returns the -0 that meets a bound of +0.
 template <class T, class = std::enable_if_t<std::is_floating_point_v<T>>>
@@ -81,17 +87,7 @@ opmath_t<scalar_t> in_dtype(double parameter) {
   return static_cast<opmath_t<scalar_t>>(static_cast<scalar_t>(parameter));
 }
 
-// Where an activation `clamps`, its saturated piece is the whole function: evaluated inside it gives the linear piece.
-template <class F, class T>
-FASTACT_HOST_DEVICE T value(const F& f, const T& x) {
-  if constexpr (F::clamps) {
-    return f.saturated(x);
-  } else {
-    return f.inside(x) ? f.linear(x) : f.saturated(x);
-  }
-}
-
-// What most members share: any parameters will do, inside the input passes as it is, outside nothing of the gradient passes.
+// What most members share: any parameters will do, inside the gradient passes as it is, outside nothing of it.
 struct Activation {
   static constexpr bool compares_input = true;  // with the parameters, to tell what is inside, and nothing computed from it
   static constexpr const char* requirement = "";
@@ -106,23 +102,19 @@ struct Activation {
   static constexpr bool reads_gradient_first = true;
   // Does it allocate its output by empty_like? That differs from TensorIterator in the strides of dimensions of size 1.
   static constexpr bool allocates_alike = false;
+  // Can torch 2.11's DTensor shard it?
+  static constexpr bool shards = true;
 
   Slopes slopes() const { return {1, 0}; }
 
   // Is inside(y) inside(x)? A compiled graph mostly keeps y for the next layer, and need not keep a condition then.
   bool output_tells() const { return false; }
-
-  template <class X>
-  FASTACT_HOST_DEVICE X linear(const X& x) const {
-    return x;
-  }
 };
 
 template <class scalar_t, Device device>
 struct Relu : Activation {
   using T = opmath_t<scalar_t>;
 
-  static constexpr bool clamps = true;
   static constexpr Saves saves = Saves::output;
   static constexpr bool reads_gradient_first = false;
 
@@ -134,7 +126,7 @@ struct Relu : Activation {
     return negation(x <= T(0));
   }
   template <class X>
-  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+  FASTACT_HOST_DEVICE X operator()(const X& x) const {
     return clamp(x, T(0), std::numeric_limits<T>::infinity());
   }
 };
@@ -146,7 +138,6 @@ struct LeakyRelu : Activation {
 
   explicit LeakyRelu(double negative_slope) : negative_slope(static_cast<T>(negative_slope)) {}
 
-  static constexpr bool clamps = false;
   static constexpr Saves saves = Saves::output_in_place;
   static constexpr bool reads_gradient_first = false;
 
@@ -160,8 +151,8 @@ struct LeakyRelu : Activation {
     return x > T(0);
   }
   template <class X>
-  FASTACT_HOST_DEVICE X saturated(const X& x) const {
-    return x * negative_slope;
+  FASTACT_HOST_DEVICE X operator()(const X& x) const {
+    return where(inside(x), x, x * negative_slope);
   }
 };
 
@@ -172,7 +163,6 @@ struct Hardtanh : Activation {
 
   Hardtanh(double min_val, double max_val) : min_val(static_cast<T>(min_val)), max_val(static_cast<T>(max_val)) {}
 
-  static constexpr bool clamps = true;
   static constexpr bool allocates_alike = true;
   static constexpr const char* requirement = "min_val <= max_val";
   static bool accepts(double min_val, double max_val) { return !(min_val > max_val); }
@@ -183,7 +173,7 @@ struct Hardtanh : Activation {
     return negation((x <= min_val) | (x >= max_val));
   }
   template <class X>
-  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+  FASTACT_HOST_DEVICE X operator()(const X& x) const {
     return clamp(x, min_val, max_val);
   }
 };
@@ -199,8 +189,6 @@ template <class scalar_t, Device device>
 struct Hardsigmoid : Activation {
   using T = opmath_t<scalar_t>;
 
-  static constexpr bool clamps = true;
-
   // One sixth rounded to float, in float64 too: PyTorch's kernels write 1.0f / 6.0f.
   Slopes slopes() const { return {1.0f / 6.0f, 0}; }
 
@@ -210,11 +198,7 @@ struct Hardsigmoid : Activation {
     return (x > T(-3)) & (x < T(3));
   }
   template <class X>
-  FASTACT_HOST_DEVICE X linear(const X& x) const {
-    return sixth(x + T(3));
-  }
-  template <class X>
-  FASTACT_HOST_DEVICE X saturated(const X& x) const {
+  FASTACT_HOST_DEVICE X operator()(const X& x) const {
     return sixth(clamp(x + T(3), T(0), T(6)));
   }
 
@@ -238,7 +222,6 @@ struct HardsigmoidAffine : Activation {
 
   HardsigmoidAffine(double alpha, double beta) : alpha(static_cast<T>(alpha)), beta(static_cast<T>(beta)) {}
 
-  static constexpr bool clamps = true;
   static constexpr bool compares_input = false;
   static constexpr const char* requirement = "a number other than 0 for alpha and a number for beta";
   static bool accepts(double alpha, double beta) { return (alpha < 0 || alpha > 0) && beta == beta; }
@@ -252,12 +235,14 @@ struct HardsigmoidAffine : Activation {
     return (y > T(0)) & (y < T(1));
   }
   template <class X>
+  FASTACT_HOST_DEVICE X operator()(const X& x) const {
+    return clamp(linear(x), T(0), T(1));
+  }
+
+ private:
+  template <class X>
   FASTACT_HOST_DEVICE X linear(const X& x) const {
     return x * alpha + beta;
-  }
-  template <class X>
-  FASTACT_HOST_DEVICE X saturated(const X& x) const {
-    return clamp(linear(x), T(0), T(1));
   }
 };
 
@@ -268,7 +253,7 @@ struct Hardshrink : Activation {
 
   explicit Hardshrink(double lambd) : lambd(in_dtype<scalar_t>(lambd)) {}
 
-  static constexpr bool clamps = false;
+  static constexpr bool shards = false;
 
   // NaN is inside. One use of x: for what is used twice, compiled code may make a buffer.
   template <class X>
@@ -276,8 +261,8 @@ struct Hardshrink : Activation {
     return negation(abs(x) <= lambd);
   }
   template <class X>
-  FASTACT_HOST_DEVICE T saturated(const X&) const {
-    return T(0);
+  FASTACT_HOST_DEVICE X operator()(const X& x) const {
+    return where(inside(x), x, T(0));
   }
 };
 
@@ -291,17 +276,13 @@ struct Softshrink : Hardshrink<scalar_t, device> {
       : Hardshrink<scalar_t, device>(lambd),
         shift(device == Device::cuda || kCpuSoftshrinkShiftsInDtype ? this->lambd : static_cast<T>(lambd)) {}
 
-  static constexpr bool clamps = true;
+  static constexpr bool shards = true;
   static constexpr const char* requirement = "a finite lambd >= 0";
   static bool accepts(double lambd) { return lambd >= 0 && lambd <= std::numeric_limits<double>::max(); }
 
   template <class X>
-  FASTACT_HOST_DEVICE X linear(const X& x) const {
+  FASTACT_HOST_DEVICE X operator()(const X& x) const {
     return x - clamp(x, -shift, shift);
-  }
-  template <class X>
-  FASTACT_HOST_DEVICE X saturated(const X& x) const {
-    return linear(x);
   }
 };
 
@@ -315,8 +296,8 @@ struct Threshold : Activation {
       : threshold(device == Device::cuda ? in_dtype<scalar_t>(threshold) : static_cast<T>(threshold)),
         value(in_dtype<scalar_t>(value)) {}
 
-  static constexpr bool clamps = false;
   static constexpr bool reads_gradient_first = false;
+  static constexpr bool shards = false;
 
   // NaN is inside.
   template <class X>
@@ -324,8 +305,8 @@ struct Threshold : Activation {
     return negation(x <= threshold);
   }
   template <class X>
-  FASTACT_HOST_DEVICE T saturated(const X&) const {
-    return value;
+  FASTACT_HOST_DEVICE X operator()(const X& x) const {
+    return where(inside(x), x, value);
   }
 };
 

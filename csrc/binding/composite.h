@@ -29,24 +29,14 @@ inline at::Tensor in_opmath(const at::Tensor& self) {
   return self.to(at::toOpMathType(self.scalar_type()));
 }
 
-// Whether PyTorch doesn't have the op, or in torch 2.11 no way to shard it.
+// Whether the value is composed of ATen's ops, since PyTorch doesn't have the op or can't shard it.
 template <class Op>
-constexpr bool is_composed = !pytorch_has<Op> || std::is_same_v<Op, HardshrinkOp> || std::is_same_v<Op, ThresholdOp>;
+constexpr bool is_composed = !pytorch_has<Op> || !Op::template Activation<double>::shards;
 
 // The value as ATen ops.
 template <class Op, class... Parameters>
 at::Tensor composed(const at::Tensor& self, Parameters... parameters) {
-  return with_activation<Op>(
-      self,
-      [&](const auto& f) {
-        const at::Tensor x = in_opmath(self);
-        if constexpr (std::decay_t<decltype(f)>::clamps) {
-          return f.saturated(x).to(self.scalar_type());
-        } else {
-          return at::where(f.inside(x), f.linear(x), f.saturated(x)).to(self.scalar_type());
-        }
-      },
-      parameters...);
+  return with_activation<Op>(self, [&](const auto& f) { return f(in_opmath(self)).to(self.scalar_type()); }, parameters...);
 }
 
 inline bool holds(at::ScalarType dtype, double parameter) {

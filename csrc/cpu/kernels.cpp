@@ -241,13 +241,13 @@ FASTACT_CLONES void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint
     scalar_t buffer[kBlock];
     const scalar_t* from = in_one_piece(x, rows, begin, count, buffer);
     if (mask == nullptr) {
-      transform(from, y + begin, count, [&](T element, int64_t) { return value(f, element); });
+      transform(from, y + begin, count, [&](T element, int64_t) { return f(element); });
       continue;
     }
     uint8_t flags[kBlock];
     transform(from, y + begin, count, [&](T element, int64_t i) {
       flags[i] = f.inside(element);
-      return value(f, element);
+      return f(element);
     });
     pack(flags, mask + begin / kMaskBits, count);
   }

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads<scalar_t>)
 #pragma unroll
       for (int i = 0; i < size; ++i) {
         const T element = static_cast<T>(vector[k].element[i]);
-        vector[k].element[i] = static_cast<scalar_t>(value(f, element));
+        vector[k].element[i] = static_cast<scalar_t>(f(element));
         bits |= static_cast<unsigned int>(f.inside(element)) << i;
       }
       store<access>(y + first, vector[k]);
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads<scalar_t>)
 #pragma unroll 1
       for (int i = 0; i < size && first + i < n; ++i) {
         const T element = static_cast<T>(x[offset_of<access>(first + i, rows)]);
-        y[first + i] = static_cast<scalar_t>(value(f, element));
+        y[first + i] = static_cast<scalar_t>(f(element));
         bits |= static_cast<unsigned int>(f.inside(element)) << i;
       }
     }
