@@ -48,11 +48,11 @@ void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int6
 
 // y = grad * (the mask's bit ? inside : outside) for the elements from `begin` up to `end`.
 template <class scalar_t>
-void masked_scale(
+void backward(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t begin, int64_t end);
 template <class scalar_t>
-void masked_scale(
+void backward(
     const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
     opmath_t<scalar_t> outside, int64_t begin, int64_t end);
 
@@ -66,11 +66,11 @@ template <class F, class scalar_t>
 cudaError_t forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t n, cudaStream_t stream);
 
 template <class scalar_t>
-cudaError_t masked_scale(
+cudaError_t backward(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t n, cudaStream_t stream);
 template <class scalar_t>
-cudaError_t masked_scale(
+cudaError_t backward(
     const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
     opmath_t<scalar_t> outside, int64_t n, cudaStream_t stream);
 

@@ -19,10 +19,10 @@ struct Derivative {
 // Whether anybody wants a derivative with respect to `self`, in reverse or in forward mode.
 bool needs_derivative(const at::Tensor& self);
 
-// Makes `output`, of which `mask` tells what was inside, a differentiable function of `self`. The mask is of bool, or of bits
-// in the memory order of the dense `mask_strides`.
+// Makes `output` a differentiable function of `self`. `inside` tells which elements were inside: a mask in the memory order of
+// the dense `mask_strides`, or a tensor of bool.
 void record(
-    const at::Tensor& self, at::Tensor& output, const at::Tensor& mask, c10::SymIntArrayRef mask_strides,
+    const at::Tensor& self, at::Tensor& output, const at::Tensor& inside, c10::SymIntArrayRef mask_strides,
     Derivative derivative);
 
 // Raises where autograd forbids that `self` is written to.

@@ -43,7 +43,7 @@ using ScalarFor = const at::Scalar&;
 
 // What the dispatcher calls for one member of the family; `Parameters` are as many doubles as its struct is made from.
 template <class Op, class... Parameters>
-struct Kernels {
+struct Implementation {
   static Derivative derivative(Parameters... parameters) {
     using Activation = typename Op::template Activation<double>;
     return {Activation(parameters...).slopes(), Activation::saves, Activation::reads_gradient_first};
@@ -68,12 +68,12 @@ struct Kernels {
       return composite(self, parameters...);
     }
     const bool by_output = typename Op::template Activation<double>(parameters...).output_tells();
-    auto [output, mask] = [&] {
+    auto [output, inside] = [&] {
       const at::AutoDispatchBelowADInplaceOrView guard;
       const Tensor output = composite(self, parameters...);
-      return std::make_tuple(output, inside<Op>(by_output ? output : self, parameters...));
+      return std::make_tuple(output, fastact::inside<Op>(by_output ? output : self, parameters...));
     }();
-    record(self, output, mask, output.sym_strides(), derivative(parameters...));
+    record(self, output, inside, output.sym_strides(), derivative(parameters...));
     return output;
   }
 
@@ -221,10 +221,10 @@ Tensor masked_scale(
   const auto numbers = [](OptionalSymIntArrayRef symbols) {
     return symbols ? at::OptionalIntArrayRef(C10_AS_INTARRAYREF_SLOW(*symbols)) : at::OptionalIntArrayRef();
   };
-  return packed_masked_scale<Backend>(grad, mask, inside, outside, numbers(mask_strides), numbers(strides));
+  return packed_backward<Backend>(grad, mask, inside, outside, numbers(mask_strides), numbers(strides));
 }
 
-Tensor meta_masked_scale(
+Tensor masked_scale_meta(
     const Tensor& grad, const Tensor& mask, double, double, OptionalSymIntArrayRef mask_strides,
     OptionalSymIntArrayRef strides) {
   check_mask(grad, mask, mask_strides, strides);
@@ -239,7 +239,7 @@ c10::SymDimVector order_of(const Tensor& grad, OptionalSymIntArrayRef mask_strid
 }
 
 // For vmap, which knows how to batch ATen's ops.
-Tensor composite_masked_scale(
+Tensor masked_scale_composite(
     const Tensor& grad, const Tensor& mask, double inside, double outside, OptionalSymIntArrayRef mask_strides,
     OptionalSymIntArrayRef strides) {
   check_mask(grad, mask, mask_strides, strides);
@@ -249,7 +249,7 @@ Tensor composite_masked_scale(
 }
 
 // For is_grads_batched, whose batched tensors know fewer of ATen's ops: of the tensor behind them, with the batch in front.
-Tensor batched_masked_scale(
+Tensor masked_scale_batched(
     const Tensor& grad, const Tensor& mask, double inside, double outside, OptionalSymIntArrayRef mask_strides,
     OptionalSymIntArrayRef strides) {
   const at::VmapPhysicalView batch = at::MultiBatchVmapTransform::logicalToPhysical(grad);
@@ -257,7 +257,7 @@ Tensor batched_masked_scale(
   return batch.getPhysicalToLogicalMap().apply(scaled(batch.tensor(), is_inside, {inside, outside}));
 }
 
-Tensor autograd_masked_scale(
+Tensor masked_scale_autograd(
     DispatchKeySet keys, const Tensor& grad, const Tensor& mask, double inside, double outside,
     OptionalSymIntArrayRef mask_strides, OptionalSymIntArrayRef strides) {
   Tensor output = below_autograd(
@@ -285,7 +285,7 @@ std::string without_defaults(std::string parameters) {
 // and hardtanh_with_mask, whose parameters have no defaults.
 template <class Op>
 void define(torch::Library& library) {
-  using K = typename Op::template WithParameters<Kernels>;
+  using Impl = typename Op::template WithParameters<Implementation>;
   const std::string overload = Op::overload[0] == '\0' ? "" : std::string(".") + Op::overload;
   const std::string parameters = Op::parameters[0] == '\0' ? "" : std::string(", ") + Op::parameters;
   const auto implement = [&](const std::string& op, DispatchKey key, auto* kernel) {
@@ -295,32 +295,32 @@ void define(torch::Library& library) {
   const std::string name = Op::name + overload;
   const std::vector<at::Tag> tags = decomposed();
   library.def((name + "(Tensor self" + parameters + ") -> Tensor").c_str(), tags);
-  implement(name, DispatchKey::CPU, &K::template packed<Cpu>);
-  implement(name, DispatchKey::Autograd, &K::autograd);
+  implement(name, DispatchKey::CPU, &Impl::template packed<Cpu>);
+  implement(name, DispatchKey::Autograd, &Impl::autograd);
   // The dispatcher prefers it to Autograd's on backends without a kernel here: meta, jagged tensors.
-  implement(name, DispatchKey::CompositeImplicitAutograd, &K::autograd_composite);
-  implement(name, DispatchKey::FuncTorchBatched, &K::composite);
-  implement(name, DispatchKey::Tracer, &K::traced);
+  implement(name, DispatchKey::CompositeImplicitAutograd, &Impl::autograd_composite);
+  implement(name, DispatchKey::FuncTorchBatched, &Impl::composite);
+  implement(name, DispatchKey::Tracer, &Impl::traced);
 
   const std::string inplace = std::string(Op::name) + "_" + overload;
   library.def((inplace + "(Tensor(a!) self" + parameters + ") -> Tensor(a!)").c_str());
-  implement(inplace, DispatchKey::CPU, &K::template packed_inplace<Cpu>);
-  implement(inplace, DispatchKey::ADInplaceOrView, &K::version_inplace);
-  implement(inplace, DispatchKey::Autograd, &K::autograd_inplace);
-  implement(inplace, DispatchKey::CompositeImplicitAutograd, &K::composite_inplace);
-  implement(inplace, DispatchKey::FuncTorchBatched, &K::composite_inplace);
-  implement(inplace, DispatchKey::Tracer, &K::traced_inplace);
+  implement(inplace, DispatchKey::CPU, &Impl::template packed_inplace<Cpu>);
+  implement(inplace, DispatchKey::ADInplaceOrView, &Impl::version_inplace);
+  implement(inplace, DispatchKey::Autograd, &Impl::autograd_inplace);
+  implement(inplace, DispatchKey::CompositeImplicitAutograd, &Impl::composite_inplace);
+  implement(inplace, DispatchKey::FuncTorchBatched, &Impl::composite_inplace);
+  implement(inplace, DispatchKey::Tracer, &Impl::traced_inplace);
 
   const std::string with_mask = std::string(Op::name) + "_with_mask" + overload;
   const std::string required = without_defaults(parameters);
   library.def((with_mask + "(Tensor self" + required + ") -> (Tensor output, Tensor mask)").c_str());
-  implement(with_mask, DispatchKey::CPU, &K::template packed_with_mask<Cpu>);
-  implement(with_mask, DispatchKey::Meta, &K::meta_with_mask);
-  implement(with_mask, DispatchKey::Autograd, &K::autograd_with_mask);
+  implement(with_mask, DispatchKey::CPU, &Impl::template packed_with_mask<Cpu>);
+  implement(with_mask, DispatchKey::Meta, &Impl::meta_with_mask);
+  implement(with_mask, DispatchKey::Autograd, &Impl::autograd_with_mask);
 #if defined(FASTACT_CUDA)
-  implement(name, DispatchKey::CUDA, &K::template packed<Cuda>);
-  implement(inplace, DispatchKey::CUDA, &K::template packed_inplace<Cuda>);
-  implement(with_mask, DispatchKey::CUDA, &K::template packed_with_mask<Cuda>);
+  implement(name, DispatchKey::CUDA, &Impl::template packed<Cuda>);
+  implement(inplace, DispatchKey::CUDA, &Impl::template packed_inplace<Cuda>);
+  implement(with_mask, DispatchKey::CUDA, &Impl::template packed_with_mask<Cuda>);
 #endif
 }
 
@@ -345,19 +345,19 @@ TORCH_LIBRARY_IMPL(fastact, CUDA, library) {
 #endif
 
 TORCH_LIBRARY_IMPL(fastact, Meta, library) {
-  library.impl("masked_scale", TORCH_FN(meta_masked_scale));
+  library.impl("masked_scale", TORCH_FN(masked_scale_meta));
 }
 
 TORCH_LIBRARY_IMPL(fastact, Autograd, library) {
-  library.impl("masked_scale", TORCH_FN(autograd_masked_scale));
+  library.impl("masked_scale", TORCH_FN(masked_scale_autograd));
 }
 
 TORCH_LIBRARY_IMPL(fastact, FuncTorchBatched, library) {
-  library.impl("masked_scale", TORCH_FN(composite_masked_scale));
+  library.impl("masked_scale", TORCH_FN(masked_scale_composite));
 }
 
 TORCH_LIBRARY_IMPL(fastact, Batched, library) {
-  library.impl("masked_scale", TORCH_FN(batched_masked_scale));
+  library.impl("masked_scale", TORCH_FN(masked_scale_batched));
 }
 
 }  // namespace fastact

@@ -66,11 +66,11 @@ struct Cpu {
 
   // `Where` is Rows or Walk.
   template <class scalar_t, class Where, class T>
-  static void masked_scale(
+  static void backward(
       const at::Tensor&, const scalar_t* grad, const Where& where, const uint8_t* mask, scalar_t* y, T inside, T outside,
       int64_t n) {
     parallel(
-        n, [&](int64_t begin, int64_t end) { cpu::masked_scale<scalar_t>(grad, where, mask, y, inside, outside, begin, end); });
+        n, [&](int64_t begin, int64_t end) { cpu::backward<scalar_t>(grad, where, mask, y, inside, outside, begin, end); });
   }
 };
 
@@ -104,11 +104,11 @@ struct Cuda {
   }
 
   template <class scalar_t, class Where, class T>
-  static void masked_scale(
+  static void backward(
       const at::Tensor& output, const scalar_t* grad, const Where& where, const uint8_t* mask, scalar_t* y, T inside, T outside,
       int64_t n) {
     const c10::cuda::CUDAGuard guard(output.device());
-    check_launch(cuda::masked_scale<scalar_t>(grad, where, mask, y, inside, outside, n, c10::cuda::getCurrentCUDAStream()));
+    check_launch(cuda::backward<scalar_t>(grad, where, mask, y, inside, outside, n, c10::cuda::getCurrentCUDAStream()));
   }
 
   static void check_launch(cudaError_t error) {
@@ -180,7 +180,7 @@ std::tuple<at::Tensor, at::Tensor> packed_inplace_with_mask(const at::Tensor& se
 
 // Without strides the output has those of an elementwise op on `grad`, and the mask the output's memory order.
 template <class Backend>
-at::Tensor packed_masked_scale(
+at::Tensor packed_backward(
     const at::Tensor& grad, const at::Tensor& mask, double inside, double outside, at::OptionalIntArrayRef mask_strides,
     at::OptionalIntArrayRef strides) {
   at::Tensor output = strides ? Backend::empty_strided(grad, *strides) : Backend::empty(grad, elementwise_format(grad));
@@ -190,7 +190,7 @@ at::Tensor packed_masked_scale(
   const auto run = [&](const auto& where) {
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, output.scalar_type(), "masked_scale", [&] {
       using T = opmath_t<scalar_t>;
-      Backend::masked_scale(
+      Backend::backward(
           output, const_data<scalar_t>(grad), where, const_data<uint8_t>(mask), mutable_data<scalar_t>(output),
           static_cast<T>(inside), static_cast<T>(outside), output.numel());
     });

@@ -37,7 +37,7 @@ const Smooth& find_smooth(c10::string_view name) {
 
 // What the dispatcher calls for one op; `Parameters` are those beside the tensor.
 template <class Op, class... Parameters>
-struct SmoothKernels {
+struct SmoothImplementation {
   // Null where PyTorch's op must serve.
   static const Tables* tables(const Tensor& self, Parameters... parameters) {
     const bool has_kernels = self.is_cpu() || kHasCuda;
@@ -162,7 +162,7 @@ void check_code(
       output.dim(), " dimensions, got ", input_strides->size());
 }
 
-Tensor packed_code_backward(
+Tensor code_backward(
     const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
   const Smooth& activation = find_smooth(name);
   check_code(activation, grad, output, code, input_strides);
@@ -172,7 +172,7 @@ Tensor packed_code_backward(
   return backward(activation, *tables, grad, output, code, strides);
 }
 
-Tensor meta_code_backward(
+Tensor code_backward_meta(
     const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
   check_code(find_smooth(name), grad, output, code, input_strides);
   const auto sizes = c10::asIntArrayRefSlowOpt(grad.sym_sizes());
@@ -183,7 +183,7 @@ Tensor meta_code_backward(
 }
 
 // For vmap and is_grads_batched: PyTorch's ops know how to batch a gradient.
-Tensor composite_code_backward(
+Tensor code_backward_composite(
     const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
   const Smooth& activation = find_smooth(name);
   const Tables* tables = tables_for(activation, output);
@@ -194,7 +194,7 @@ Tensor composite_code_backward(
 
 template <class Op>
 void define(torch::Library& library) {
-  using K = typename Op::template WithParameters<SmoothKernels>;
+  using Impl = typename Op::template WithParameters<SmoothImplementation>;
   const auto implement = [&](const std::string& op, DispatchKey key, auto* kernel) {
     library.impl(op.c_str(), torch::dispatch(key, kernel));
   };
@@ -205,18 +205,18 @@ void define(torch::Library& library) {
   library.def((inplace + "(Tensor(a!) self" + parameters + ") -> Tensor(a!)").c_str());
   const std::string required = Op::keyword ? std::string(", str ") + Op::keyword : "";
   library.def((with_code + "(Tensor self" + required + ") -> (Tensor output, Tensor code)").c_str());
-  implement(name, DispatchKey::Autograd, &K::autograd);
-  implement(inplace, DispatchKey::Autograd, &K::autograd_inplace);
-  implement(with_code, DispatchKey::Autograd, &K::autograd_with_code);
-  implement(with_code, DispatchKey::Meta, &K::meta_with_code);
+  implement(name, DispatchKey::Autograd, &Impl::autograd);
+  implement(inplace, DispatchKey::Autograd, &Impl::autograd_inplace);
+  implement(with_code, DispatchKey::Autograd, &Impl::autograd_with_code);
+  implement(with_code, DispatchKey::Meta, &Impl::meta_with_code);
   for (const DispatchKey backend : {DispatchKey::CPU, DispatchKey::CUDA}) {
-    implement(name, backend, &K::value);
-    implement(inplace, backend, &K::pytorch_inplace);
-    implement(with_code, backend, &K::with_code);
+    implement(name, backend, &Impl::value);
+    implement(inplace, backend, &Impl::pytorch_inplace);
+    implement(with_code, backend, &Impl::with_code);
   }
   for (const DispatchKey key : {DispatchKey::CompositeImplicitAutograd, DispatchKey::FuncTorchBatched, DispatchKey::Tracer}) {
-    implement(name, key, &K::pytorch);
-    implement(inplace, key, &K::pytorch_inplace);
+    implement(name, key, &Impl::pytorch);
+    implement(inplace, key, &Impl::pytorch_inplace);
   }
 }
 
@@ -230,25 +230,25 @@ TORCH_LIBRARY_FRAGMENT(fastact, library) {
 }
 
 TORCH_LIBRARY_IMPL(fastact, CPU, library) {
-  library.impl("code_backward", TORCH_FN(packed_code_backward));
+  library.impl("code_backward", TORCH_FN(code_backward));
 }
 
 #if defined(FASTACT_CUDA)
 TORCH_LIBRARY_IMPL(fastact, CUDA, library) {
-  library.impl("code_backward", TORCH_FN(packed_code_backward));
+  library.impl("code_backward", TORCH_FN(code_backward));
 }
 #endif
 
 TORCH_LIBRARY_IMPL(fastact, Meta, library) {
-  library.impl("code_backward", TORCH_FN(meta_code_backward));
+  library.impl("code_backward", TORCH_FN(code_backward_meta));
 }
 
 TORCH_LIBRARY_IMPL(fastact, FuncTorchBatched, library) {
-  library.impl("code_backward", TORCH_FN(composite_code_backward));
+  library.impl("code_backward", TORCH_FN(code_backward_composite));
 }
 
 TORCH_LIBRARY_IMPL(fastact, Batched, library) {
-  library.impl("code_backward", TORCH_FN(composite_code_backward));
+  library.impl("code_backward", TORCH_FN(code_backward_composite));
 }
 
 }  // namespace fastact

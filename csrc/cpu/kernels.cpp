@@ -255,7 +255,7 @@ FASTACT_CLONES void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint
 
 // Flattened: what is not inlined into a clone runs on the lowest instruction set, and takes three times as long.
 template <class scalar_t>
-FASTACT_CLONES __attribute__((flatten)) void masked_scale(
+FASTACT_CLONES __attribute__((flatten)) void backward(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t begin, int64_t end) {
   for (; begin < end; begin += kBlock) {
@@ -267,7 +267,7 @@ FASTACT_CLONES __attribute__((flatten)) void masked_scale(
 }
 
 template <class scalar_t>
-FASTACT_CLONES __attribute__((flatten)) void masked_scale(
+FASTACT_CLONES __attribute__((flatten)) void backward(
     const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
     opmath_t<scalar_t> outside, int64_t begin, int64_t end) {
   for (; begin < end; begin += kBlock) {
@@ -297,14 +297,14 @@ FASTACT_CLONES __attribute__((flatten)) void masked_scale(
   INSTANTIATE_FORWARD(F, c10::BFloat16)
 #include "../family.def"
 
-#define INSTANTIATE_MASKED_SCALE(scalar_t)                                                                         \
-  template void masked_scale<scalar_t>(                                                                            \
+#define INSTANTIATE_BACKWARD(scalar_t)                                                                             \
+  template void backward<scalar_t>(                                                                                \
       const scalar_t*, Rows, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, int64_t); \
-  template void masked_scale<scalar_t>(                                                                            \
+  template void backward<scalar_t>(                                                                                \
       const scalar_t*, const Walk&, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, int64_t);
-INSTANTIATE_MASKED_SCALE(double)
-INSTANTIATE_MASKED_SCALE(float)
-INSTANTIATE_MASKED_SCALE(c10::Half)
-INSTANTIATE_MASKED_SCALE(c10::BFloat16)
+INSTANTIATE_BACKWARD(double)
+INSTANTIATE_BACKWARD(float)
+INSTANTIATE_BACKWARD(c10::Half)
+INSTANTIATE_BACKWARD(c10::BFloat16)
 
 }  // namespace fastact::cpu
