@@ -12,16 +12,11 @@
 #include <utility>
 #include <vector>
 
-#include "../torch_version.h"
 #include "composite.h"
 #include "find.h"
 #include "node.h"
 #include "older_torch.h"
 #include "strides.h"
-
-#if FASTACT_COMPILED_AUTOGRAD
-#include <torch/csrc/dynamo/compiled_autograd.h>
-#endif
 
 namespace fastact {
 namespace {
@@ -132,15 +127,11 @@ struct MaskedScaleBackward : Node {
     arguments.pack(Strides(rule_.mask_strides.begin(), rule_.mask_strides.end()));
     arguments.pack(Strides(saved_strides().begin(), saved_strides().end()));
     arguments.pack(rule_.reads_gradient_first);
-    const auto& compiler = getPyCompilerInterface();
     const auto strides_type = IValuePacker<Strides>::packed_type();
-    const auto function = compiler->bind_function(
-        saved.get_py_compiler(), name(), apply_functional,
+    variable_list result = call_in_graph(
+        *this, apply_functional, grads, arguments,
         {at::TensorType::get(), at::FloatType::get(), at::FloatType::get(), strides_type, strides_type, at::BoolType::get()},
-        /*is_custom_function=*/true);  // or a second node would find the name taken
-    variable_list result = compiler->call_function(
-        saved.get_py_compiler(), "apply_functional", function, grads, arguments.vec(),
-        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges())));
+        saved);
     saved.after(inside_);
     each_stride([&](c10::SymInt& stride) { saved.after(stride); });
     return result;

@@ -1,10 +1,19 @@
-// What nodes of autograd's graph need of PyTorch, whose releases differ in how they are held.
+// What nodes of autograd's graph need of PyTorch, whose releases differ in how they are held, and of compiled autograd.
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "../torch_version.h"
+
+#if FASTACT_COMPILED_AUTOGRAD
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#endif
 
 namespace fastact {
 
@@ -38,5 +47,22 @@ inline NodePointer adopt(torch::autograd::Node* node) {
 inline NodePointer pointer_to(torch::autograd::Node* node) {
   return pointer_to(node, static_cast<NodePointer*>(nullptr));
 }
+
+#if FASTACT_COMPILED_AUTOGRAD
+// Makes function(grads, arguments) a node's backward in compiled autograd's graph. The arguments have these types.
+inline torch::autograd::variable_list call_in_graph(
+    const torch::autograd::Node& node, torch::dynamo::autograd::functional_apply_t function,
+    const torch::autograd::variable_list& grads, const torch::dynamo::autograd::PackedArgs& arguments,
+    const std::vector<at::TypePtr>& types, torch::dynamo::autograd::SwapSavedVariables& saved) {
+  using namespace torch::dynamo::autograd;
+  const auto& compiler = getPyCompilerInterface();
+  const auto bound = compiler->bind_function(
+      saved.get_py_compiler(), node.name(), std::move(function), types,
+      /*is_custom_function=*/true);  // or a second node would find the name taken
+  return compiler->call_function(
+      saved.get_py_compiler(), "apply_functional", bound, grads, arguments.vec(),
+      IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(node.next_edges())));
+}
+#endif
 
 }  // namespace fastact

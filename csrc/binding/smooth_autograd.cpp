@@ -12,14 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "../torch_version.h"
 #include "find.h"
 #include "node.h"
 #include "tables.h"
-
-#if FASTACT_COMPILED_AUTOGRAD
-#include <torch/csrc/dynamo/compiled_autograd.h>
-#endif
 
 namespace fastact {
 namespace {
@@ -88,14 +83,9 @@ struct CodeBackward : Node {
     arguments.pack(code);
     arguments.pack(static_cast<int64_t>(activation_.index));
     arguments.pack(Strides(input_strides_.begin(), input_strides_.end()));
-    const auto& compiler = getPyCompilerInterface();
-    const auto function = compiler->bind_function(
-        saved.get_py_compiler(), name(), apply_functional,
-        {at::TensorType::get(), at::TensorType::get(), at::IntType::get(), IValuePacker<Strides>::packed_type()},
-        /*is_custom_function=*/true);  // or a second node would find the name taken
-    variable_list result = compiler->call_function(
-        saved.get_py_compiler(), "apply_functional", function, grads, arguments.vec(),
-        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(next_edges())));
+    variable_list result = call_in_graph(
+        *this, apply_functional, grads, arguments,
+        {at::TensorType::get(), at::TensorType::get(), at::IntType::get(), IValuePacker<Strides>::packed_type()}, saved);
     saved.after(output_);
     saved.after(code_);
     std::for_each(input_strides_.begin(), input_strides_.end(), [&](c10::SymInt& stride) { saved.after(stride); });
