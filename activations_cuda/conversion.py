@@ -17,11 +17,14 @@ __all__ = ["ConvertMode", "convert", "converted", "revert"]
 
 # PyTorch's ReLU saves its output for backward, which the next layer usually saves too. There the bits would be pure overhead. A
 # smooth activation pays where the next layer saves the output, and costs a second tensor where it doesn't.
-BY_DEFAULT = tuple(kind for kind, name in FUNCTIONS.items() if _C.saves[name] != "output" and name not in _C.smooth)
+BY_DEFAULT = tuple(
+    kind for kind, name in FUNCTIONS.items() if _C.family[name].pytorch_saves != "output" and not _C.family[name].saves_output
+)
 
 
 def _pays_by_default(function, inplace):
-    return _C.saves[function] == "input" or (_C.saves[function] == "output in place" and not inplace)
+    saves = _C.family[function].pytorch_saves
+    return saves == "input" or (saves == "output in place" and not inplace)
 
 
 def _check_classes(name, classes):

@@ -31,7 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.operator_schemas import normalize_function
 from torch.fx.traceback import preserve_node_meta
 
-from activations_cuda import _C, functional
+from activations_cuda import _C
 
 __all__ = ["options"]
 
@@ -45,7 +45,7 @@ def named(op_name):
 
 
 # Backward of the others reads their output, which the next layer mostly keeps: the bits would come on top.
-NAMES = [name for name in functional.__all__ if _C.saves[name] == "input" and name not in _C.smooth]
+NAMES = [name for name, member in _C.family.items() if member.pytorch_saves == "input" and not member.saves_output]
 INPLACE = {op for name in NAMES for op in named(f"{name}_")}
 TO_MASKED = {op: named(f"{name}_with_mask")[0] for name in NAMES for op in (*named(name), *named(f"{name}_"))}
 FROM_MASKED = {op: named(name)[0] for name in NAMES for op in named(f"{name}_with_mask")}

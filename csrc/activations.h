@@ -16,13 +16,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "host_device.h"
 #include "torch_version.h"
-
-#if defined(__CUDACC__)
-#define FASTACT_HOST_DEVICE __host__ __device__
-#else
-#define FASTACT_HOST_DEVICE
-#endif
 
 namespace fastact {
 

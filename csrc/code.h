@@ -7,20 +7,20 @@
 #include <cstdint>
 #include <type_traits>
 
-#if defined(__CUDACC__)
-#define FASTACT_CODE_FUNCTION __host__ __device__ inline
-#else
-#define FASTACT_CODE_FUNCTION inline
-#endif
+#include "host_device.h"
 
 namespace fastact {
 
 constexpr int kGroup = 8;
 
-// A template, because the number of elements may be symbolic while PyTorch traces.
+// Templates, because the number of elements may be symbolic while PyTorch traces.
+template <class Int>
+FASTACT_HOST_DEVICE Int groups_of(const Int& numel) {
+  return (numel + (kGroup - 1)) / kGroup;
+}
 template <class Int>
 Int code_bytes(const Int& numel, int bits) {
-  return (numel + (kGroup - 1)) / kGroup * bits;
+  return groups_of(numel) * bits;
 }
 
 // The numbers of a group.
@@ -28,24 +28,24 @@ template <int bits>
 class Numbers {
  public:
   Numbers() = default;
-  FASTACT_CODE_FUNCTION Numbers(const uint8_t* code, int64_t group, int64_t groups)
+  FASTACT_HOST_DEVICE Numbers(const uint8_t* code, int64_t group, int64_t groups)
       : low_(low_plane(code)[group]), high_(kHigh > 0 ? high_plane(code, groups)[group] : High(0)) {}
 
-  FASTACT_CODE_FUNCTION void store(uint8_t* code, int64_t group, int64_t groups) const {
+  FASTACT_HOST_DEVICE void store(uint8_t* code, int64_t group, int64_t groups) const {
     const_cast<Low*>(low_plane(code))[group] = low_;
     if (kHigh > 0) {
       const_cast<High*>(high_plane(code, groups))[group] = high_;
     }
   }
 
-  FASTACT_CODE_FUNCTION uint32_t get(int i) const {
+  FASTACT_HOST_DEVICE uint32_t get(int i) const {
     const auto low = static_cast<uint32_t>(low_ >> (kLow * i)) & ((1u << kLow) - 1);
     const auto high = static_cast<uint32_t>(high_ >> (kHigh * i)) & ((1u << kHigh) - 1);
     return low | high << kLow;
   }
 
   // Of a number that is still 0.
-  FASTACT_CODE_FUNCTION void set(int i, uint32_t number) {
+  FASTACT_HOST_DEVICE void set(int i, uint32_t number) {
     low_ |= static_cast<Low>(number & ((1u << kLow) - 1)) << (kLow * i);
     high_ |= static_cast<High>((number >> kLow) << (kHigh * i));
   }
@@ -57,8 +57,8 @@ class Numbers {
   using Low = std::conditional_t<kLow == 4, uint32_t, uint64_t>;
   using High = std::conditional_t<kHigh == 2, uint16_t, uint8_t>;
 
-  FASTACT_CODE_FUNCTION static const Low* low_plane(const uint8_t* code) { return reinterpret_cast<const Low*>(code); }
-  FASTACT_CODE_FUNCTION static const High* high_plane(const uint8_t* code, int64_t groups) {
+  FASTACT_HOST_DEVICE static const Low* low_plane(const uint8_t* code) { return reinterpret_cast<const Low*>(code); }
+  FASTACT_HOST_DEVICE static const High* high_plane(const uint8_t* code, int64_t groups) {
     return reinterpret_cast<const High*>(code + groups * sizeof(Low));
   }
 

@@ -84,7 +84,7 @@ SHARED = [
     Mutant("a mask of any strides", ARGUMENTS, "&& mask.is_contiguous()", ""),
     Mutant("a mask of any dtype", ARGUMENTS, "mask.scalar_type() == at::kByte", "true"),
     Mutant("a code without its high bits", CODE, "return low | high << kLow;", "return low;"),
-    Mutant("no code for the last group", CODE, "(numel + (kGroup - 1)) / kGroup * bits", "numel / kGroup * bits"),
+    Mutant("no code for the last group", CODE, "return groups_of(numel) * bits;", "return numel / kGroup * bits;"),
     Mutant("no byte for the last bits", MASK, "(numel + (kMaskBits - 1)) / kMaskBits", "numel / kMaskBits"),
     Mutant(
         "a mask is leaked",

@@ -1,39 +1,61 @@
-// What a line of family.def says of a member, as a type: HardtanhOp has a name, an overload, parameters as the schema writes
-// them, the activation's struct and PyTorch's own op.
+// What a line of family.def says of a member, as a type: HardtanhOp and SiluOp have a name, an overload, parameters as the
+// schema writes them and as types, and what Python must know. HardtanhOp has the activation's struct and PyTorch's own op,
+// SiluOp is derived from its struct.
 #pragma once
 
 #include <ATen/ATen.h>
 
+#include <tuple>
 #include <type_traits>
 
 #include "../activations.h"
+#include "smooth.h"
 
 namespace fastact {
 
 // For a member that PyTorch doesn't have.
 constexpr std::nullptr_t none = nullptr;
 
-// Use<Op, double...> with as many doubles as the activation's struct is made from.
-template <template <class...> class Use, class Op, class Activation>
-using WithDoubles = std::conditional_t<
-    std::is_constructible_v<Activation, double, double>, Use<Op, double, double>,
-    std::conditional_t<std::is_constructible_v<Activation, double>, Use<Op, double>, Use<Op>>>;
+// As many doubles as an activation's struct is made from.
+template <class Activation>
+using DoublesFor = std::conditional_t<
+    std::is_constructible_v<Activation, double, double>, std::tuple<double, double>,
+    std::conditional_t<std::is_constructible_v<Activation, double>, std::tuple<double>, std::tuple<>>>;
 
-#define ACTIVATION(op, overload_name, F, parameter_list, pytorch_op)        \
-  struct F##Op {                                                            \
-    template <class scalar_t, Device device = Device::cpu>                  \
-    using Activation = F<scalar_t, device>;                                 \
-    template <template <class...> class Use>                                \
-    using WithParameters = WithDoubles<Use, F##Op, F<double, Device::cpu>>; \
-    static constexpr const char* name = #op;                                \
-    static constexpr const char* overload = #overload_name;                 \
-    static constexpr const char* parameters = parameter_list;               \
-    static constexpr const char* keyword = nullptr;                         \
-    static constexpr auto pytorch = pytorch_op;                             \
+#define ACTIVATION(op, overload_name, F, parameter_list, pytorch_op)  \
+  struct F##Op {                                                      \
+    template <class scalar_t, Device device = Device::cpu>            \
+    using Activation = F<scalar_t, device>;                           \
+    using Parameters = DoublesFor<F<double, Device::cpu>>;            \
+    static constexpr const char* name = #op;                          \
+    static constexpr const char* overload = #overload_name;           \
+    static constexpr const char* parameters = parameter_list;         \
+    static constexpr const char* keyword = nullptr;                   \
+    static constexpr auto pytorch = pytorch_op;                       \
+    static constexpr Saves pytorch_saves = Activation<double>::saves; \
+    static constexpr bool saves_output = false;                       \
+  };
+#define SMOOTH(op, F)                                    \
+  struct F##Op : F {                                     \
+    static constexpr const char* name = #op;             \
+    static constexpr const char* overload = "";          \
+    static constexpr Saves pytorch_saves = Saves::input; \
+    static constexpr bool saves_output = true;           \
   };
 #include "../family.def"
 
 template <class Op>
 constexpr bool pytorch_has = !std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>>;
+
+template <template <class...> class Use, class Op, class Parameters>
+struct Expansion;
+template <template <class...> class Use, class Op, class... Parameters>
+struct Expansion<Use, Op, std::tuple<Parameters...>> {
+  using type = Use<Op, Parameters...>;
+};
+
+// Use<Op, Parameters...> with the types of the op's parameters.
+template <template <class...> class Use, class Op>
+using WithParameters = typename Expansion<Use, Op, typename Op::Parameters>::type;
 
 }  // namespace fastact

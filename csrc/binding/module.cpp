@@ -16,7 +16,6 @@
 #include "autograd.h"
 #include "family.h"
 #include "find.h"
-#include "smooth.h"
 #include "smooth_autograd.h"
 
 #if defined(FASTACT_CUDA)
@@ -106,9 +105,15 @@ struct Functions {
 template <class Op, bool inplace>
 PyMethodDef method() {
   static const std::string name = function_name<Op, inplace>();
-  const auto function = &Op::template WithParameters<Functions<inplace>::template Function>::call;
+  const auto function = &WithParameters<Functions<inplace>::template Function, Op>::call;
   return {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
+
+// What Python must know of a member.
+struct Member {
+  const char* pytorch_saves;  // for backward
+  bool saves_output;          // does this package, with a code? Else it saves a mask alone
+};
 
 const char* name_of(Saves saves) {
   switch (saves) {
@@ -135,16 +140,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     throw py::error_already_set();
   }
 
-  // By the name of the op: what PyTorch's saves for backward, and the ops of which ours saves the output, with a code.
-  py::dict saves;
-  py::set smooth;
-#define ACTIVATION(op, overload, F, parameters, pytorch) saves[#op] = name_of(F##Op::Activation<double>::saves);
-#define SMOOTH(op, F)                 \
-  saves[#op] = name_of(Saves::input); \
-  smooth.add(#op);
+  py::class_<Member>(module, "Member")
+      .def_readonly("pytorch_saves", &Member::pytorch_saves)
+      .def_readonly("saves_output", &Member::saves_output);
+  py::dict family;  // by the name of the op
+#define ACTIVATION(op, overload, F, parameters, pytorch) \
+  family[#op] = Member{name_of(F##Op::pytorch_saves), F##Op::saves_output};
+#define SMOOTH(op, F) family[#op] = Member{name_of(F##Op::pytorch_saves), F##Op::saves_output};
 #include "../family.def"
-  module.attr("saves") = saves;
-  module.attr("smooth") = smooth;
+  module.attr("family") = family;
 
   // Or Python would show a node as a CppFunction.
   static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)}, code_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};

@@ -285,7 +285,7 @@ std::string without_defaults(std::string parameters) {
 // and hardtanh_with_mask, whose parameters have no defaults.
 template <class Op>
 void define(torch::Library& library) {
-  using Impl = typename Op::template WithParameters<Implementation>;
+  using Impl = WithParameters<Implementation, Op>;
   const std::string overload = Op::overload[0] == '\0' ? "" : std::string(".") + Op::overload;
   const std::string parameters = Op::parameters[0] == '\0' ? "" : std::string(", ") + Op::parameters;
   const auto implement = [&](const std::string& op, DispatchKey key, auto* kernel) {

@@ -1,22 +1,38 @@
-// The smooth activations: PyTorch's own ops, and what more there is to know of each.
+// The smooth activations: PyTorch's own ops, and what more there is to know of each. The kernels know of none.
 #pragma once
 
 #include <ATen/ATen.h>
 
+#include <array>
+#include <atomic>
 #include <limits>
+#include <mutex>
+#include <tuple>
 #include <vector>
 
 namespace fastact {
 
+using at::Tensor;
+
+struct Tables;
+
+// An activation's tables of one dtype on one device. They are made when they are first needed, and stay as long as the process.
+struct TablesSlot {
+  std::atomic<bool> is_filled{false};
+  const Tables* tables = nullptr;  // null, once it is filled, where PyTorch's op must serve
+  std::mutex mutex;
+};
+
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
 struct Smooth {
-  int index;         // in kSmooth
   const char* name;  // as in the error messages and in code_backward
 
-  at::Tensor (*forward)(const at::Tensor& input);
-  at::Tensor& (*forward_inplace)(at::Tensor& input);
-  at::Tensor (*backward)(const at::Tensor& grad, const at::Tensor& input);
+  Tensor (*forward)(const Tensor& input);
+  Tensor& (*forward_inplace)(Tensor& input);
+  Tensor (*backward)(const Tensor& grad, const Tensor& input);
   // What PyTorch's CUDA kernel multiplies a gradient by, in float32: one factor, or two, one after the other.
-  std::vector<at::Tensor> (*factors)(const at::Tensor& input);
+  std::vector<Tensor> (*factors)(const Tensor& input);
 
   struct OfDtype {
     // Of the code: what the inputs that share an output need. In float16 hundreds of inputs of silu, mish and gelu have the
@@ -27,113 +43,102 @@ struct Smooth {
     int64_t tabulates_from;
   } bfloat16, half;
 
+  static constexpr int kDevices = 1 + 128;  // the CPU, and the GPUs
+  mutable std::array<TablesSlot, 2 * kDevices> slots = {};
+
   const OfDtype& of(at::ScalarType dtype) const { return dtype == at::kHalf ? half : bfloat16; }
+
+  TablesSlot& slot(at::ScalarType dtype, at::Device device) const {
+    return slots[(dtype == at::kHalf ? kDevices : 0) + (device.is_cpu() ? 0 : 1 + device.index())];
+  }
 };
 
-using at::Tensor;
-
-namespace smooth {
-
-// Of an activation whose backward is a plain product.
+// The factors of an activation whose backward is a plain product.
 template <Tensor (*backward)(const Tensor&, const Tensor&)>
 std::vector<Tensor> one_factor(const Tensor& input) {
   return {backward(at::ones_like(input), input)};
 }
 
-// (grad * s) * (1 + x * (1 - s)), which the compiler contracts: float64 has room for the product, so there is one rounding.
-inline std::vector<Tensor> factors_of_silu(const Tensor& input) {
-  const Tensor s = at::sigmoid(input);
-  const Tensor x = input.to(at::kDouble);
-  return {s, (x * (1 - s).to(at::kDouble) + 1).to(at::kFloat)};
-}
-
-inline Tensor gelu(const Tensor& input) {
-  return at::gelu(input);
-}
-inline Tensor& gelu_inplace(Tensor& input) {
-  return at::gelu_(input);
-}
-inline Tensor gelu_backward(const Tensor& grad, const Tensor& input) {
-  return at::gelu_backward(grad, input);
-}
-
-inline Tensor gelu_tanh(const Tensor& input) {
-  return at::gelu(input, "tanh");
-}
-inline Tensor& gelu_tanh_inplace(Tensor& input) {
-  return at::gelu_(input, "tanh");
-}
-inline Tensor gelu_tanh_backward(const Tensor& grad, const Tensor& input) {
-  return at::gelu_backward(grad, input, "tanh");
-}
-
-}  // namespace smooth
-
-enum SmoothIndex { kGelu, kGeluTanh, kSilu, kHardswish, kMish, kSmoothCount };
-
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
-
-inline constexpr Smooth kSmooth[kSmoothCount] = {
-    {kGelu,
-     "gelu",
-     smooth::gelu,
-     smooth::gelu_inplace,
-     smooth::gelu_backward,
-     smooth::one_factor<smooth::gelu_backward>,
-     {8, 1 << 22},
-     {10, kNever}},
-    {kGeluTanh,
-     "gelu_tanh",
-     smooth::gelu_tanh,
-     smooth::gelu_tanh_inplace,
-     smooth::gelu_tanh_backward,
-     smooth::one_factor<smooth::gelu_tanh_backward>,
-     {5, 1 << 25},
-     {8, kNever}},
-    {kSilu, "silu", at::silu, at::silu_, at::silu_backward, smooth::factors_of_silu, {5, 1 << 26}, {10, kNever}},
-    {kHardswish,
-     "hardswish",
-     at::hardswish,
-     at::hardswish_,
-     at::hardswish_backward,
-     smooth::one_factor<at::hardswish_backward>,
-     {5, kNever},
-     {8, kNever}},
-    {kMish, "mish", at::mish, at::mish_, at::mish_backward, smooth::one_factor<at::mish_backward>, {5, 0}, {10, 1 << 22}},
-};
-
-// What a line of family.def says of a smooth member, as a type: its op has a name, parameters as the schema writes them,
-// PyTorch's own op, the name of the last parameter if that is by keyword only, and an activation, which the parameters choose,
-// or null where it is for PyTorch's op to say what is wrong with them.
-template <SmoothIndex index>
-struct SmoothOp {
-  template <template <class...> class Use>
-  using WithParameters = Use<SmoothOp>;
-  static constexpr const char* name = kSmooth[index].name;
-  static constexpr const char* overload = "";
+// A member's struct has its activations, the parameters of its op, as types and as the schema writes them, the name of the last
+// one if that is by keyword only, PyTorch's op, and `activation`, which the parameters choose: null where it is for PyTorch's
+// op to say what is wrong with them. Most have one activation and no parameters.
+template <class F>
+struct WithoutParameters {
+  using Parameters = std::tuple<>;
   static constexpr const char* parameters = "";
   static constexpr const char* keyword = nullptr;
-  static const Smooth* activation() { return &kSmooth[index]; }
-  static Tensor pytorch(const Tensor& self) { return kSmooth[index].forward(self); }
-  static Tensor& pytorch_inplace(Tensor& self) { return kSmooth[index].forward_inplace(self); }
+
+  static const Smooth* activation() { return &F::activations[0]; }
+  static Tensor pytorch(const Tensor& self) { return activation()->forward(self); }
+  static Tensor& pytorch_inplace(Tensor& self) { return activation()->forward_inplace(self); }
 };
 
-using SiluOp = SmoothOp<kSilu>;
-using HardswishOp = SmoothOp<kHardswish>;
-using MishOp = SmoothOp<kMish>;
+struct Gelu {
+  static Tensor none(const Tensor& input) { return at::gelu(input); }
+  static Tensor& none_inplace(Tensor& input) { return at::gelu_(input); }
+  static Tensor none_backward(const Tensor& grad, const Tensor& input) { return at::gelu_backward(grad, input); }
 
-struct GeluOp {
-  template <template <class...> class Use>
-  using WithParameters = Use<GeluOp, c10::string_view>;
-  static constexpr const char* name = "gelu";
-  static constexpr const char* overload = "";
+  static Tensor tanh(const Tensor& input) { return at::gelu(input, "tanh"); }
+  static Tensor& tanh_inplace(Tensor& input) { return at::gelu_(input, "tanh"); }
+  static Tensor tanh_backward(const Tensor& grad, const Tensor& input) { return at::gelu_backward(grad, input, "tanh"); }
+
+  inline static const Smooth activations[] = {
+      {"gelu", none, none_inplace, none_backward, one_factor<none_backward>, {8, 1 << 22}, {10, kNever}},
+      {"gelu_tanh", tanh, tanh_inplace, tanh_backward, one_factor<tanh_backward>, {5, 1 << 25}, {8, kNever}},
+  };
+
+  using Parameters = std::tuple<c10::string_view>;
   static constexpr const char* parameters = ", *, str approximate='none'";
   static constexpr const char* keyword = "approximate";
+
   static const Smooth* activation(c10::string_view approximate) {
-    return approximate == "none" ? &kSmooth[kGelu] : approximate == "tanh" ? &kSmooth[kGeluTanh] : nullptr;
+    return approximate == "none" ? &activations[0] : approximate == "tanh" ? &activations[1] : nullptr;
   }
   static Tensor pytorch(const Tensor& self, c10::string_view approximate) { return at::gelu(self, approximate); }
   static Tensor& pytorch_inplace(Tensor& self, c10::string_view approximate) { return at::gelu_(self, approximate); }
 };
+
+struct Silu : WithoutParameters<Silu> {
+  // (grad * s) * (1 + x * (1 - s)), which the compiler contracts: float64 has room for the product, so there is one rounding.
+  static std::vector<Tensor> factors(const Tensor& input) {
+    const Tensor s = at::sigmoid(input);
+    const Tensor x = input.to(at::kDouble);
+    return {s, (x * (1 - s).to(at::kDouble) + 1).to(at::kFloat)};
+  }
+
+  inline static const Smooth activations[] = {
+      {"silu", at::silu, at::silu_, at::silu_backward, factors, {5, 1 << 26}, {10, kNever}},
+  };
+};
+
+struct Hardswish : WithoutParameters<Hardswish> {
+  inline static const Smooth activations[] = {
+      {"hardswish",
+       at::hardswish,
+       at::hardswish_,
+       at::hardswish_backward,
+       one_factor<at::hardswish_backward>,
+       {5, kNever},
+       {8, kNever}},
+  };
+};
+
+struct Mish : WithoutParameters<Mish> {
+  inline static const Smooth activations[] = {
+      {"mish", at::mish, at::mish_, at::mish_backward, one_factor<at::mish_backward>, {5, 0}, {10, 1 << 22}},
+  };
+};
+
+// The activation with this name, or null.
+inline const Smooth* find_smooth(c10::string_view name) {
+#define SMOOTH(op, F)                         \
+  for (const Smooth& each : F::activations) { \
+    if (name == each.name) {                  \
+      return &each;                           \
+    }                                         \
+  }
+#include "../family.def"
+  return nullptr;
+}
 
 }  // namespace fastact

@@ -68,7 +68,7 @@ struct CodeBackward : Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(output_, /*is_output=*/true);
     args.collect(code_, /*is_output=*/false);
-    args.collect(static_cast<int64_t>(activation_.index));
+    args.collect(std::string(activation_.name));
     args.collect(c10::SymIntArrayRef(input_strides_));
   }
 
@@ -81,11 +81,11 @@ struct CodeBackward : Node {
     PackedArgs arguments;
     arguments.pack(output);
     arguments.pack(code);
-    arguments.pack(static_cast<int64_t>(activation_.index));
+    arguments.pack(std::string(activation_.name));
     arguments.pack(Strides(input_strides_.begin(), input_strides_.end()));
     variable_list result = call_in_graph(
         *this, apply_functional, grads, arguments,
-        {at::TensorType::get(), at::TensorType::get(), at::IntType::get(), IValuePacker<Strides>::packed_type()}, saved);
+        {at::TensorType::get(), at::TensorType::get(), at::StringType::get(), IValuePacker<Strides>::packed_type()}, saved);
     saved.after(output_);
     saved.after(code_);
     std::for_each(input_strides_.begin(), input_strides_.end(), [&](c10::SymInt& stride) { saved.after(stride); });
@@ -96,9 +96,9 @@ struct CodeBackward : Node {
     torch::dynamo::autograd::PackedArgs arguments(saved);
     const auto output = arguments.unpack<at::Tensor>();
     const auto code = arguments.unpack<at::Tensor>();
-    const auto index = arguments.unpack<int64_t>();
+    const auto activation = arguments.unpack<std::string>();
     const auto input_strides = arguments.unpack<Strides>();
-    return {call_code_backward(grads[0], output, code, kSmooth[index].name, input_strides)};
+    return {call_code_backward(grads[0], output, code, activation, input_strides)};
   }
 #endif
 

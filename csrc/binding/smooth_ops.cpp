@@ -9,6 +9,7 @@
 #include "../code.h"
 #include "autograd.h"
 #include "dispatch.h"
+#include "family.h"
 #include "find.h"
 #include "older_torch.h"
 #include "smooth_autograd.h"
@@ -26,13 +27,10 @@ bool has_16_bits(const Tensor& self) {
   return self.scalar_type() == at::kBFloat16 || self.scalar_type() == at::kHalf;
 }
 
-const Smooth& find_smooth(c10::string_view name) {
-  for (const Smooth& activation : kSmooth) {
-    if (name == activation.name) {
-      return activation;
-    }
-  }
-  TORCH_CHECK_VALUE(false, "code_backward: expected the name of a smooth activation, got ", name);
+const Smooth& check_smooth(c10::string_view name) {
+  const Smooth* activation = find_smooth(name);
+  TORCH_CHECK_VALUE(activation, "code_backward: expected the name of a smooth activation, got ", name);
+  return *activation;
 }
 
 // What the dispatcher calls for one op; `Parameters` are those beside the tensor.
@@ -164,7 +162,7 @@ void check_code(
 
 Tensor code_backward(
     const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
-  const Smooth& activation = find_smooth(name);
+  const Smooth& activation = check_smooth(name);
   check_code(activation, grad, output, code, input_strides);
   const at::IntArrayRef strides = input_strides ? C10_AS_INTARRAYREF_SLOW(*input_strides) : output.strides();
   const Tables* tables = tables_for(activation, output);
@@ -174,7 +172,7 @@ Tensor code_backward(
 
 Tensor code_backward_meta(
     const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
-  check_code(find_smooth(name), grad, output, code, input_strides);
+  check_code(check_smooth(name), grad, output, code, input_strides);
   const auto sizes = c10::asIntArrayRefSlowOpt(grad.sym_sizes());
   const auto incoming = c10::asIntArrayRefSlowOpt(grad.sym_strides());
   const auto saved = c10::asIntArrayRefSlowOpt(input_strides ? *input_strides : output.sym_strides());
@@ -185,7 +183,7 @@ Tensor code_backward_meta(
 // For vmap and is_grads_batched: PyTorch's ops know how to batch a gradient.
 Tensor code_backward_composite(
     const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
-  const Smooth& activation = find_smooth(name);
+  const Smooth& activation = check_smooth(name);
   const Tables* tables = tables_for(activation, output);
   TORCH_CHECK_NOT_IMPLEMENTED(tables, "code_backward: expected a dtype and device where PyTorch's gradient is known");
   return activation.backward(
@@ -194,7 +192,7 @@ Tensor code_backward_composite(
 
 template <class Op>
 void define(torch::Library& library) {
-  using Impl = typename Op::template WithParameters<SmoothImplementation>;
+  using Impl = WithParameters<SmoothImplementation, Op>;
   const auto implement = [&](const std::string& op, DispatchKey key, auto* kernel) {
     library.impl(op.c_str(), torch::dispatch(key, kernel));
   };

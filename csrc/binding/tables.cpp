@@ -3,8 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -264,33 +262,18 @@ void synchronize(at::Device device) {
 #endif
 }
 
-// A place for each dtype and device, where the tables are once they are made. They stay as long as the process.
-struct Slot {
-  std::atomic<bool> is_ready{false};
-  std::unique_ptr<const Tables> tables;
-  std::mutex mutex;
-};
-
-constexpr int kDevices = 1 + 128;  // the CPU, and the GPUs
-
-Slot& slot_of(const Smooth& activation, at::ScalarType dtype, at::Device device) {
-  static std::array<Slot, kSmoothCount * 2 * kDevices> slots;
-  const int place = device.is_cpu() ? 0 : 1 + device.index();
-  return slots[(activation.index * 2 + (dtype == at::kHalf)) * kDevices + place];
-}
-
 }  // namespace
 
 const Tables* tables_for(const Smooth& activation, const Tensor& self) {
   const at::ScalarType dtype = self.scalar_type();
   const at::Device device = self.device();
-  Slot& slot = slot_of(activation, dtype, device);
-  if (!slot.is_ready.load(std::memory_order_acquire)) {
+  TablesSlot& slot = activation.slot(dtype, device);
+  if (!slot.is_filled.load(std::memory_order_acquire)) {
     if (is_capturing(device)) {
       return nullptr;
     }
     const std::lock_guard<std::mutex> lock(slot.mutex);
-    if (!slot.is_ready.load(std::memory_order_relaxed)) {
+    if (!slot.is_filled.load(std::memory_order_relaxed)) {
       const Unwatched guard;
       const c10::OptionalDeviceGuard on_device(device);
       auto tables = make_tables(activation, dtype, device);
@@ -303,18 +286,14 @@ const Tables* tables_for(const Smooth& activation, const Tensor& self) {
             dtype, " on ", device, " isn't what its kernels compute, so PyTorch's op serves");
       }
       synchronize(device);
-      slot.tables = std::move(tables);
-      slot.is_ready.store(true, std::memory_order_release);
+      slot.tables = tables.release();
+      slot.is_filled.store(true, std::memory_order_release);
     }
   }
-  return slot.tables.get();
+  return slot.tables;
 }
 
 namespace {
-
-int64_t groups_of(const Tensor& tensor) {
-  return (tensor.numel() + kGroup - 1) / kGroup;
-}
 
 Tensor empty_code(const Tensor& like, int bits) {
   const int64_t bytes = code_bytes(like.numel(), bits);
@@ -328,7 +307,7 @@ Tensor empty_code(const Tensor& like, int bits) {
 
 template <class Range>
 void parallel(const Tensor& tensor, const Range& range) {
-  at::parallel_for(0, groups_of(tensor), at::internal::GRAIN_SIZE / kGroup, range);
+  at::parallel_for(0, groups_of(tensor.numel()), at::internal::GRAIN_SIZE / kGroup, range);
 }
 
 // Writes output and code where they are dense.

@@ -7,7 +7,7 @@
 namespace fastact::cpu {
 
 void encode(const uint16_t* numbers, const uint16_t* x, uint8_t* code, int bits, int64_t n, int64_t begin, int64_t end) {
-  const int64_t groups = (n + kGroup - 1) / kGroup;
+  const int64_t groups = groups_of(n);
   with_bits(bits, [&](auto constant) {
     for (int64_t group = begin; group < end; ++group) {
       Numbers<constant.value> of_group;
@@ -23,7 +23,7 @@ void encode(const uint16_t* numbers, const uint16_t* x, uint8_t* code, int bits,
 void decode(
     ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, int64_t begin,
     int64_t end) {
-  const int64_t groups = (n + kGroup - 1) / kGroup;
+  const int64_t groups = groups_of(n);
   with_bits(bits, [&](auto constant) {
     for (int64_t group = begin; group < end; ++group) {
       const Numbers<constant.value> of_group(code, group, groups);

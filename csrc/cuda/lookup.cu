@@ -9,10 +9,6 @@ namespace {
 
 static_assert(Vector<uint16_t>::size == kGroup);
 
-__host__ __device__ int64_t groups_of(int64_t n) {
-  return (n + kGroup - 1) / kGroup;
-}
-
 // Without a code where an entry has room for an output alone.
 template <int bits, Access access, class Entry>
 __global__ void __launch_bounds__(kThreads<uint16_t>)

@@ -1,0 +1,8 @@
+// What a function is marked with that CPU and GPU code call.
+#pragma once
+
+#if defined(__CUDACC__)
+#define FASTACT_HOST_DEVICE __host__ __device__
+#else
+#define FASTACT_HOST_DEVICE
+#endif
