@@ -141,12 +141,16 @@ class Smooth:
     name: str
     parameters: tuple = ()
     bits: tuple = (5, 10)  # of the code, in bfloat16 and float16
+    pytorch: str = ""  # the name of the op to equal, where it is another
 
     def __str__(self):
         return "_".join((self.name, *self.parameters))
 
     def _arguments(self):
         return dict(zip(("approximate",), self.parameters, strict=False))
+
+    def _pytorch(self, suffix=""):
+        return getattr(torch.ops.aten, (self.pytorch or self.name) + suffix)
 
     def __call__(self, x):
         return getattr(torch.ops.fastact, self.name)(x, **self._arguments())
@@ -158,16 +162,16 @@ class Smooth:
         return getattr(torch.ops.fastact, self.name + "_with_code")(x, *self.parameters)
 
     def reference(self, x):
-        return getattr(torch.ops.aten, self.name)(x, **self._arguments())
+        return self._pytorch()(x, **self._arguments())
 
     def reference_inplace(self, x):
-        return getattr(torch.ops.aten, self.name + "_")(x, **self._arguments())
+        return self._pytorch("_")(x, **self._arguments())
 
     def code_backward(self, *arguments, **keywords):
         return torch.ops.fastact.code_backward(*arguments, str(self).removesuffix("_none"), **keywords)
 
     def reference_backward(self, grad, x):
-        return getattr(torch.ops.aten, self.name + "_backward")(grad, x, **self._arguments())
+        return self._pytorch("_backward")(grad, x, **self._arguments())
 
     def code_bytes(self, x):
         return (x.numel() + 7) // 8 * self.bits[x.dtype == torch.float16]

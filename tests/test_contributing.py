@@ -18,36 +18,57 @@ def test_a_mutant_applies(mutant):
     assert mutant.code in (ROOT / mutant.file).read_text()
 
 
-@FROM_SOURCE
-def test_a_new_member(tmp_path):
-    tree = tmp_path / "tree"
-    copy(tree)
-    struct, line, row, function = re.findall(r"```(?:cpp|python)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+class Tree:
+    """A copy of the source tree, to be edited and built."""
 
-    def insert(path, before, text):
-        file = tree / path
+    def __init__(self, folder):
+        self.root, self.site = folder / "tree", str(folder / "site")
+        copy(self.root)
+
+    def insert(self, path, before, text):
+        file = self.root / path
         parts = file.read_text().rpartition(before)
         assert parts[1] == before
         file.write_text(parts[0] + text + before + parts[2])
 
-    insert("csrc/activations.h", "\n}  // namespace fastact", "\n" + struct)
-    insert("csrc/family.def", "#undef ACTIVATION", line)
-    insert("tests/family.py", "]\nA_FEW", row)
-    functional = tree / "activations_cuda/functional.py"
-    functional.write_text(functional.read_text().replace("__all__ = [", '__all__ = ["relu_n", ') + "\n\n" + function)
+    def add(self, name, section, struct_file, struct_end, line_before, row_before):
+        """Apply the four blocks of a section of CONTRIBUTING.md."""
+        text = (ROOT / "CONTRIBUTING.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+        struct, line, row, function = re.findall(r"```(?:cpp|python)\n(.*?)```", text, re.DOTALL)
+        self.insert(struct_file, struct_end, struct + "\n")
+        self.insert("csrc/family.def", line_before, line)
+        self.insert("tests/family.py", row_before, row)
+        functional = self.root / "activations_cuda/functional.py"
+        functional.write_text(functional.read_text().replace("__all__ = [", f'__all__ = ["{name}", ') + "\n\n" + function)
 
-    site = str(tmp_path / "site")
-    install(tree, site, FORCE_CPU="1")
+    def test(self, name, *files):
+        result = run(sys.executable, "-m", "pytest", "-k", name, *files, cwd=self.root / "tests", PYTHONPATH=self.site)
+        assert result.returncode == 0, result.stdout
+        return int(re.search(r"(\d+) passed", result.stdout)[1])
+
+
+@FROM_SOURCE
+def test_new_members(tmp_path):
+    tree = Tree(tmp_path)
+    piecewise_linear = "csrc/activations.h", "}  // namespace fastact", "\n// Smooth:", "]\nA_FEW"
+    tree.add("relu_n", "A new piecewise-linear member", *piecewise_linear)
+    smooth = "csrc/binding/smooth.h", "// The activation with this name", "\n#undef ACTIVATION", "]\nHALF_TYPES"
+    tree.add("swish", "A new smooth member", *smooth)
+    install(tree.root, tree.site, FORCE_CPU="1")
+
     tests = ["test_exact.py", "test_mask.py", "test_autograd.py", "test_transforms.py", "test_inplace.py", "test_errors.py"]
-    result = run(sys.executable, "-m", "pytest", "-k", "relu_n", *tests, cwd=tree / "tests", PYTHONPATH=site)
-    assert result.returncode == 0, result.stdout
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 100
+    assert tree.test("relu_n", *tests) > 100
+    assert tree.test("swish", "test_smooth.py") > 30
     program = tmp_path / "program.py"
     program.write_text(
         "import torch\n"
-        "from activations_cuda import relu_n\n"
-        "for function in relu_n, torch.compile(relu_n, backend='aot_eager', fullgraph=True):\n"
-        "    assert function(torch.tensor([-1.0, 1.0, 9.0]), 2.0).tolist() == [0.0, 1.0, 2.0]\n"
+        "from activations_cuda import relu_n, swish\n"
+        "def function(x):\n"
+        "    return relu_n(x, 2.0), swish(x)\n"
+        "for function in function, torch.compile(function, backend='aot_eager', fullgraph=True):\n"
+        "    clamped, smooth = function(torch.tensor([-1.0, 1.0, 9.0]))\n"
+        "    assert clamped.tolist() == [0.0, 1.0, 2.0]\n"
+        "    assert torch.equal(smooth, torch.nn.functional.silu(torch.tensor([-1.0, 1.0, 9.0])))\n"
     )
-    result = run(sys.executable, str(program), cwd=tmp_path, PYTHONPATH=site)
+    result = run(sys.executable, str(program), cwd=tmp_path, PYTHONPATH=tree.site)
     assert result.returncode == 0, result.stderr

@@ -48,6 +48,11 @@ def models(device):
         nn.LeakyReLU(0.1, inplace=True),
         nn.Threshold(-0.1, -0.2),
         nn.ReLU(),
+        nn.GELU(),
+        nn.GELU("tanh"),
+        nn.SiLU(inplace=True),
+        nn.Hardswish(),
+        nn.Mish(),
     ]
     torch.manual_seed(0)
     layers = [layer for f in activations for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), f)]
