@@ -1,7 +1,9 @@
 """Packed activations in compiled graphs, where they stand alone: a pass for Inductor.
 
 Under torch.compile an activation is a handful of ATen ops, which Inductor fuses with their neighbours. Between two matrix
-products there is nothing to fuse with, and the kernels that keep one bit per element take less time and memory::
+products there is nothing to fuse with, and the kernels that save one bit per element take less time and memory. Those of the
+smooth activations in bfloat16 and float16 save the output, which the second product saves anyway, and a code, and Inductor
+would save the input too::
 
     from activations_cuda import inductor
 
@@ -26,6 +28,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.operator_schemas import normalize_function
@@ -44,11 +47,13 @@ def named(op_name):
     return packet, *(getattr(packet, overload) for overload in packet.overloads())
 
 
-# Backward of the others reads their output, which the next layer mostly keeps: the bits would come on top.
-NAMES = [name for name, member in _C.family.items() if member.pytorch_saves == "input" and not member.saves_output]
-INPLACE = {op for name in NAMES for op in named(f"{name}_")}
-TO_MASKED = {op: named(f"{name}_with_mask")[0] for name in NAMES for op in (*named(name), *named(f"{name}_"))}
-FROM_MASKED = {op: named(name)[0] for name in NAMES for op in named(f"{name}_with_mask")}
+# Backward of the others reads their output, which the next layer mostly saves: the mask is pure overhead.
+FAMILY = {name: member for name, member in _C.family.items() if member.pytorch_saves == "input"}
+INPLACE = {op for name in FAMILY for op in named(f"{name}_")}
+TO_PACKED = {op: named(member.packed_op)[0] for name, member in FAMILY.items() for op in (*named(name), *named(f"{name}_"))}
+FROM_PACKED = {op: named(name)[0] for name, member in FAMILY.items() for op in named(member.packed_op)}
+WITH_CODE = {op for member in FAMILY.values() if member.saves_output for op in named(member.packed_op)}
+BACKWARD = {fastact.masked_scale.default, fastact.code_backward.default}
 
 # What Inductor calls a library for.
 CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
@@ -74,13 +79,13 @@ class Pass(CustomGraphPass):
 
 
 class Pack(Pass):
-    """Before autograd traces the graph: every activation becomes the op that returns its mask too."""
+    """Before autograd traces the graph: every activation becomes the op that returns its mask, or its code, too."""
 
     def __call__(self, graph: Graph) -> None:
         values: Counter[int] = Counter()  # how many there are so far, by their storage
         for node in list(graph.nodes):
             value = node.meta.get("example_value")
-            if node.target in TO_MASKED:
+            if node.target in TO_PACKED:
                 pack(node, values)
             if is_plain(value):
                 values[storage(value)] += 1
@@ -90,10 +95,11 @@ class Unpack(Pass):
     """Once forward and backward are one graph: what doesn't stand alone becomes the ATen ops that Inductor fuses."""
 
     def __call__(self, graph: Graph) -> None:
+        backward = backward_of(graph)
         for node in list(graph.nodes):
-            if node.target in FROM_MASKED:
-                uses = [use for mask in items(node, 1) for use in mask.users]
-                if all(use.target is fastact.masked_scale.default for use in uses) and not stands_alone(node, uses):
+            if node.target in FROM_PACKED:
+                uses = [use for bits in items(node, 1) for use in bits.users]
+                if all(use.target in BACKWARD for use in uses) and not stands_alone(node, uses, backward):
                     unpack(node, uses)
 
 
@@ -123,7 +129,7 @@ def storage(value):
 
 
 def pack(node, values):
-    graph, op = node.graph, TO_MASKED[node.target]
+    graph, op = node.graph, TO_PACKED[node.target]
     normalized = normalize_function(node.target, node.args, node.kwargs)  # with the defaults, which op hasn't
     if normalized is None:
         return
@@ -139,11 +145,13 @@ def pack(node, values):
     try:
         with value.fake_mode, torch.no_grad():
             op(value, *parameters, **named)
+        with unset_fake_temporarily(), torch.no_grad():  # here PyTorch is asked what a code's gradient is
+            op(torch.empty(1, dtype=value.dtype, device=value.device), *parameters, **named)
     except (NotImplementedError, ValueError):
         return  # it is for PyTorch's op to answer
     with graph.inserting_before(node):
-        with_mask = graph.call_function(op, (input, *parameters), named)
-        output = graph.call_function(operator.getitem, (with_mask, 0))
+        packed = graph.call_function(op, (input, *parameters), named)
+        output = graph.call_function(operator.getitem, (packed, 0))
     output.meta = node.meta
     node.replace_all_uses_with(output)
     graph.erase_node(node)
@@ -196,61 +204,76 @@ def items(node, index):
     return [user for user in node.users if user.args[1] == index]
 
 
-def stands_alone(with_mask, scales):
-    if not scales or config.max_autotune or config.max_autotune_gemm:
+def backward_of(graph):
+    """The nodes that depend on a gradient."""
+    nodes = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in node.target
+        if is_tangent or not nodes.isdisjoint(node.all_input_nodes):
+            nodes.add(node)
+    return nodes
+
+
+def stands_alone(packed, uses, backward):
+    """Whether each neighbour of an activation, and of the `uses` of its mask or code, has a kernel of its own."""
+    if not uses or config.max_autotune or config.max_autotune_gemm:
         return False  # nobody needs the mask; Inductor may write the kernels around it itself
-    input = source(with_mask.args[0])
-    if is_fused(input) or input.op == "placeholder" or list(readers(input)) != [with_mask]:
-        return False  # who else has the input keeps it
-    grads = [source(scale.args[0]) for scale in scales]
-    around = [input, *grads, *(reader for node in (*grads, *items(with_mask, 0)) for reader in readers(node))]
+    input = source(packed.args[0])
+    if is_fused(input) or input.op == "placeholder" or list(readers(input)) != [packed]:
+        return False  # whoever else has the input saves it
+    grads = [source(use.args[0]) for use in uses]
+    of_output = [reader for output in items(packed, 0) for reader in readers(output) if reader not in uses]
+    if packed.target in WITH_CODE and backward.isdisjoint(of_output):
+        return False  # nobody else saves the output
+    around = [input, *grads, *of_output, *(reader for grad in grads for reader in readers(grad))]
     if any(is_any_of(node, CONVOLUTIONS) for node in around) and not is_channels_last(input.meta["val"]):
-        return False  # Inductor may choose that layout, and the ops with a mask keep to the one that was traced
-    return all(is_separate(node) or node in scales for node in around) and all(map(leaves_alone, scales))
+        return False  # Inductor may choose that layout, and the packed ops keep to the one that was traced
+    return all(is_separate(node) or node in uses for node in around) and all(map(leaves_alone, uses))
 
 
-def leaves_alone(scale):
+def leaves_alone(use):
     """Whether a gradient is read by separate kernels, or summed beside one, for a bias.
 
     A sum can be fused, but what it saves is the reading of a tensor that is there anyway, and so do the bits.
     """
-    others = [reader for reader in readers(scale) if not is_separate(reader)]
-    return len(others) < len(list(readers(scale))) and all(reader.target is aten.sum.dim_IntList for reader in others)
+    others = [reader for reader in readers(use) if not is_separate(reader)]
+    return len(others) < len(list(readers(use))) and all(reader.target is aten.sum.dim_IntList for reader in others)
 
 
-def unpack(with_mask, scales):
-    op, (input, *parameters) = FROM_MASKED[with_mask.target], with_mask.args
+def unpack(packed, uses):
+    op, (input, *_) = FROM_PACKED[packed.target], packed.args
+    named = {argument.name: value for argument, value in zip(packed.target._schema.arguments[1:], packed.args[1:], strict=True)}
 
     def forward_backward(input, *grads):
-        output = op(input, *parameters)
+        output = op(input, **named)
         return output, *(torch.autograd.grad(output, input, grad, retain_graph=True)[0] for grad in grads)
 
     value = input.meta["val"]
     with value.fake_mode, torch.enable_grad(), preserve_node_meta():
-        grads = [scale.args[0].meta["val"] for scale in scales]
+        grads = [use.args[0].meta["val"] for use in uses]
         trace = make_fx(forward_backward, decomposition_table=select_decomp_table())
         traced = trace(value.detach().requires_grad_(bool(grads)), *grads).graph
 
-    origins = dict(zip(traced.find_nodes(op="placeholder"), (with_mask, *scales), strict=True))
+    origins = dict(zip(traced.find_nodes(op="placeholder"), (packed, *uses), strict=True))
     copies = {node: origin.args[0] for node, origin in origins.items()}
     for node in traced.nodes:
         if node.op == "call_function":
             # What depends on a gradient belongs to the backward pass.
-            origin = next((origins[n] for n in node.all_input_nodes if origins[n] is not with_mask), with_mask)
+            origin = next((origins[n] for n in node.all_input_nodes if origins[n] is not packed), packed)
             with origin.graph.inserting_before(origin):
                 copies[node] = origin.graph.node_copy(node, copies.__getitem__)
             copies[node].meta = {key: value for key, value in origin.meta.items() if key != "eager_input_vals"} | node.meta
             origins[node] = origin
 
-    graph = with_mask.graph
+    graph = packed.graph
     output, *gradients = (copies[node] for node in traced.output_node().args[0])
-    for scale, gradient in zip(scales, gradients, strict=True):
-        scale.replace_all_uses_with(gradient)
-        graph.erase_node(scale)
-    for item in list(with_mask.users):
-        item.replace_all_uses_with(output)  # a mask has no more users
+    for use, gradient in zip(uses, gradients, strict=True):
+        use.replace_all_uses_with(gradient)
+        graph.erase_node(use)
+    for item in list(packed.users):
+        item.replace_all_uses_with(output)  # a mask or code has no more users
         graph.erase_node(item)
-    graph.erase_node(with_mask)
+    graph.erase_node(packed)
 
 
 def options(others: Mapping[str, Any] | None = None) -> dict[str, Any]:

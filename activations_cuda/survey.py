@@ -153,7 +153,7 @@ def _bits(name, args, kwargs):
     input, *parameters = (value for key, value in arguments.arguments.items() if key != "inplace" and value is not None)
     if not isinstance(input, FakeTensor) and type(input) not in (Tensor, nn.Parameter):
         return None
-    op = getattr(torch.ops.fastact, name + ("_with_code" if _C.family[name].saves_output else "_with_mask"))
+    op = getattr(torch.ops.fastact, _C.family[name].packed_op)
     try:
         _, bits = op(torch.empty_like(input, device="meta"), *parameters)
     except (NotImplementedError, ValueError):

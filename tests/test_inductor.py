@@ -15,11 +15,11 @@ from torch._inductor.utils import run_and_get_code
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from activations_cuda import hardshrink, hardtanh, inductor, leaky_relu, relu
-from family import A_FEW, FAMILY, sample
+from activations_cuda import gelu, hardshrink, hardtanh, inductor, leaky_relu, relu
+from family import A_FEW, FAMILY, HALF_TYPES, SMOOTH, sample
 from test_compile import between_convolutions, between_matmuls, costs, fresh_compiler  # noqa: F401
 
-PACKS = [row for row in FAMILY if row.name in inductor.NAMES]
+PACKS = [row for row in FAMILY if row.name in inductor.FAMILY]
 PACKED = (["hardtanh_with_mask"], ["masked_scale"])
 SIZE = 64
 
@@ -68,6 +68,75 @@ def test_saves_a_bit_instead_of_a_byte(row, dtype, device):
     forward, backward, saved, _ = (one - other for one, other in zip(packed, composite, strict=True))
     assert (forward, backward) == (-1, 0)  # what sums the bias' gradient stays
     assert saved == SIZE * SIZE / 8 - SIZE * SIZE
+
+
+def calls_of(row, function, dtype, device):
+    """The same of a smooth activation in a dtype, on [-1, 1]. Inductor rounds its values elsewhere, and the products the more."""
+    x, w = (square(device).detach().div(4).clamp(-1, 1).to(dtype).requires_grad_() for _ in range(2))
+    compiled = torch.compile(lambda x, w: function(row, x, w), fullgraph=True, options=inductor.options())
+    actual, codes = run_and_get_code(step, compiled, x, w)
+    for one, other in zip(actual, step(lambda x, w: function(row, x, w), x, w), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.1)
+    return tuple(re.findall(r"= torch\.ops\.fastact\.(\w+)\.", code) for code in codes)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("row", SMOOTH, ids=str)
+def test_smooth_between_matrix_products(row, dtype, device):
+    packed = [f"{row.name}_with_code"], ["code_backward"]
+    assert calls_of(row, lambda f, x, w: f(x @ w) @ w, dtype, device) == packed
+    assert calls_of(row, lambda f, x, w: F.linear(f(F.linear(x, w, x[0])), w, x[0]), dtype, device) == packed
+
+
+@pytest.mark.parametrize("row", SMOOTH, ids=str)
+def test_smooth_in_place(row, device):
+    packed = [f"{row.name}_with_code"], ["code_backward"]
+    assert calls_of(row, lambda f, x, w: f.inplace(x @ w) @ w, torch.bfloat16, device) == packed
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("row", SMOOTH, ids=str)
+def test_smooth_saves_a_code_instead_of_the_input(row, dtype, device):
+    composite = costs(between_matmuls, row, dtype, device)
+    with config.patch(inductor.options()):
+        packed = costs(between_matmuls, row, dtype, device)
+    forward, backward, saved, _ = (one - other for one, other in zip(packed, composite, strict=True))
+    assert (forward, backward) == (-1, 0)
+    assert saved == row.code_bytes(torch.empty(SIZE, SIZE, dtype=dtype)) - SIZE * SIZE * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (lambda f, x, w: f(x @ w) @ w.detach(), torch.bfloat16),
+        (lambda f, x, w: f(x @ w + 1) @ w, torch.bfloat16),
+        (lambda f, x, w: (f(x @ w) * 2) @ w, torch.bfloat16),
+        (lambda f, x, w: f(y := x @ w) @ w + y @ w, torch.bfloat16),
+        (lambda f, x, w: f(x @ w) @ w, torch.float32),
+    ],
+    ids=["output not saved", "after", "before", "input kept", "float32"],
+)
+@pytest.mark.parametrize("row", SMOOTH[1:3], ids=str)
+def test_smooth_composite_elsewhere(row, function, dtype, device):
+    assert calls_of(row, function, dtype, device) == ([], [])
+
+
+def test_smooth_in_an_mlp(device):
+    """A transformer's, by autocast."""
+    model, shape = between_matmuls(gelu, torch.float32)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    model.to(device)
+
+    def function(x):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return model(x)
+
+    compiled = torch.compile(function, fullgraph=True, options=inductor.options())
+    actual, codes = run_and_get_code(step, compiled, x)
+    for one, other in zip(actual, step(function, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+    assert "gelu_with_code" in codes[0]
+    assert "code_backward" in codes[1]
 
 
 def attention(queries, others):

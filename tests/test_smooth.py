@@ -434,6 +434,10 @@ def test_a_pytorch_that_computes_otherwise(row):
             y = row(x)
             assert y.grad_fn.name() != "CodeBackward"
             assert_same_values(torch.autograd.grad(y, x, x.detach())[0], backward(x.detach(), x.detach()))
+        from activations_cuda import inductor
+        w = torch.randn(64, 64, device="cuda").bfloat16().requires_grad_()
+        compiled = torch.compile(lambda w: row(w @ w) @ w, fullgraph=True, options=inductor.options())
+        compiled(w).sum().backward()  # what is packed would raise
     """)
     expected = f"activations_cuda 0.1.0: the gradient of torch {torch.__version__.split('+')[0]}"
     assert result.stderr.count(expected) == 1, result.stderr

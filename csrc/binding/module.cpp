@@ -109,12 +109,6 @@ PyMethodDef method() {
   return {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
-// What Python must know of a member.
-struct Member {
-  const char* pytorch_saves;  // for backward
-  bool saves_output;          // does this package, with a code? Else it saves a mask alone
-};
-
 const char* name_of(Saves saves) {
   switch (saves) {
     case Saves::input:
@@ -124,6 +118,19 @@ const char* name_of(Saves saves) {
     default:
       return "output";
   }
+}
+
+// What Python must know of a member.
+struct Member {
+  const char* pytorch_saves;  // for backward
+  bool saves_output;          // does this package, with a code? Else it saves a mask alone
+  std::string packed_op;      // which returns what is saved beside the output
+};
+
+template <class Op>
+Member member() {
+  return {
+      name_of(Op::pytorch_saves), Op::saves_output, std::string(Op::name) + (Op::saves_output ? "_with_code" : "_with_mask")};
 }
 
 }  // namespace
@@ -142,11 +149,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   py::class_<Member>(module, "Member")
       .def_readonly("pytorch_saves", &Member::pytorch_saves)
-      .def_readonly("saves_output", &Member::saves_output);
+      .def_readonly("saves_output", &Member::saves_output)
+      .def_readonly("packed_op", &Member::packed_op);
   py::dict family;  // by the name of the op
-#define ACTIVATION(op, overload, F, parameters, pytorch) \
-  family[#op] = Member{name_of(F##Op::pytorch_saves), F##Op::saves_output};
-#define SMOOTH(op, F) family[#op] = Member{name_of(F##Op::pytorch_saves), F##Op::saves_output};
+#define ACTIVATION(op, overload, F, parameters, pytorch) family[#op] = member<F##Op>();
+#define SMOOTH(op, F) family[#op] = member<F##Op>();
 #include "../family.def"
   module.attr("family") = family;
 
