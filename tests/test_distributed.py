@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import activations_cuda
-from family import A_FEW, FAMILY, sample
+from family import A_FEW, FAMILY, SMOOTH, sample
 
 GROUPS = [("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=pytest.mark.cuda(gpus=2))]
 
@@ -105,6 +105,28 @@ def check_dtensor(row, mesh, placements, inplace=False):
         assert_equal(whole(gradient), expected, msg=lambda text, p=grad_placements: f"gradient {p}: {text}")
 
 
+def check_smooth_dtensor(row, mesh, placements, inplace=False):
+    """As PyTorch's op does it: the value, the gradient and where they are placed."""
+    x = (3 * torch.randn(5, 3, generator=torch.Generator().manual_seed(0))).bfloat16().to(mesh.device_type)
+    leaf = distribute_tensor(x, mesh, placements).requires_grad_()
+    grad = distribute_tensor(x.flip(0), mesh, placements)
+
+    def step(function):
+        y = function(leaf * 1)
+        return y, torch.autograd.grad(y, leaf, grad)[0]
+
+    ours, pytorchs = (row.inplace, row.reference_inplace) if inplace else (row, row.reference)
+    try:
+        results = step(pytorchs)
+    except NotImplementedError:  # what this torch can't shard
+        with pytest.raises(NotImplementedError):
+            step(ours)
+        return
+    for actual, expected in zip(step(ours), results, strict=True):
+        assert actual.placements == expected.placements
+        assert_equal(whole(actual), whole(expected))
+
+
 def placements_on(mesh):
     return product([Shard(0), Shard(1), Replicate(), Partial()], repeat=mesh.ndim)
 
@@ -118,6 +140,10 @@ def dtensors(device, ranks):
             yield f"{row}, {placements}", partial(check_dtensor, row, mesh, placements)
             if not any(p.is_partial() for p in placements):  # PyTorch's in-place ops refuse those
                 yield f"{row} in place, {placements}", partial(check_dtensor, row, mesh, placements, inplace=True)
+        for row, placements, inplace in product(SMOOTH, placements_on(mesh), (False, True)):
+            if not any(p.is_partial() for p in placements):
+                case = partial(check_smooth_dtensor, row, mesh, placements, inplace)
+                yield f"{row}{' in place' * inplace}, {placements}", case
 
 
 def test_dtensor(run):
@@ -152,6 +178,19 @@ def create():
         Clip(),
         nn.Linear(8, 4),
     ).double()
+
+
+def create_smooth():
+    torch.manual_seed(0)
+    sizes = (8, 16), (16, 8), (8, 16), (16, 8)
+    activations = nn.GELU(), nn.SiLU(), nn.Hardswish(), nn.Mish()
+    layers = [layer for size, act in zip(sizes, activations, strict=True) for layer in (nn.Linear(*size), act)]
+    return nn.Sequential(*layers, nn.Linear(8, 4)).bfloat16()
+
+
+def tensor_parallel_smooth(model, mesh):
+    plan = {str(i): (RowwiseParallel if i % 4 else ColwiseParallel)() for i in range(0, 8, 2)}
+    return parallelize_module(model, mesh, plan)
 
 
 def data_parallel(model, mesh):
@@ -201,11 +240,22 @@ def check_model(pytorchs, ours, mesh, parts=1, part=0):
     assert_close(actual, gradients(create().to(device), batch(device)))
 
 
+def check_smooth_model(parallel, mesh, parts=1, part=0):
+    device = mesh.device_type
+    mine = batch(device).chunk(parts)[part].bfloat16()
+    model = activations_cuda.convert(create_smooth().to(device), example_inputs=mine)
+    assert activations_cuda.converted(model) == {"GELU": 1, "SiLU": 1, "Hardswish": 1, "Mish": 1}
+    assert_equal(gradients(parallel(model, mesh), mine), gradients(parallel(create_smooth().to(device), mesh), mine))
+
+
 def models(device, ranks):
     line = init_device_mesh(device, (ranks,))
     split = {"mesh": line, "parts": ranks, "part": line.get_local_rank()}
     yield "DDP", partial(check_model, data_parallel, data_parallel, **split)
     yield "FSDP2", partial(check_model, fully_sharded, fully_sharded, **split)
+    yield "smooth, DDP", partial(check_smooth_model, data_parallel, **split)
+    yield "smooth, FSDP2", partial(check_smooth_model, fully_sharded, **split)
+    yield "smooth, tensor parallel", partial(check_smooth_model, tensor_parallel_smooth, line)
     yield "tensor parallel", partial(check_model, tensor_parallel, tensor_parallel, line)
     # PyTorch's hardtanh and hardsigmoid have no derivative on DTensors.
     yield "tensor parallel, DTensors", partial(check_model, tensor_parallel, partial(tensor_parallel, local=False), line)

@@ -71,7 +71,7 @@ def test_saves_a_bit_instead_of_a_byte(row, dtype, device):
 
 
 def calls_of(row, function, dtype, device):
-    """The same of a smooth activation in a dtype, on [-1, 1]. Inductor rounds its values elsewhere, and the products the more."""
+    """The same of a smooth activation on [-1, 1]. Inductor rounds its values elsewhere, and sums differ by more than that."""
     x, w = (square(device).detach().div(4).clamp(-1, 1).to(dtype).requires_grad_() for _ in range(2))
     compiled = torch.compile(lambda x, w: function(row, x, w), fullgraph=True, options=inductor.options())
     actual, codes = run_and_get_code(step, compiled, x, w)

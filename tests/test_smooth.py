@@ -17,6 +17,7 @@ from family import HALF_TYPES, SMOOTH, assert_same, assert_same_values, every_pa
 from test_cuda import most_memory  # noqa: F401 - a fixture
 from test_dispatch import Log
 from test_strides import DISJOINT, LAYOUTS, assert_same_gradients, cases, gradient
+from test_subclasses import Subclass, Wrapper
 
 pytestmark = pytest.mark.parametrize("row", SMOOTH, ids=str)
 EACH_TYPE = pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
@@ -327,6 +328,49 @@ def test_meta(row, device):
         actual = row.code_backward(x, output, code, input_strides=strides)
         meta = row.code_backward(x.to("meta"), meta_output, meta_code, input_strides=strides)
         assert actual.stride() == meta.stride()
+
+
+def test_jagged_tensors(row, device):
+    """As PyTorch's op does it."""
+    values, offsets = sample(600, torch.bfloat16, device).view(150, 4), torch.tensor([0, 100, 100, 150], device=device)
+    leaf = torch.nested.nested_tensor_from_jagged(values, offsets).detach().requires_grad_()
+
+    def step(function):
+        y = function(leaf)
+        (actual,) = torch.autograd.grad(y, leaf, torch.nested.nested_tensor_from_jagged(values.flip(0), y.offsets()))
+        return y.detach().values(), actual.values()
+
+    try:
+        results = step(row.reference)
+    except NotImplementedError:  # what this torch has no op for
+        with pytest.raises(NotImplementedError):
+            step(row)
+        return
+    for actual, expected in zip(step(row), results, strict=True):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+def test_a_wrapper_sees_pytorchs_op(row, inplace, device):
+    x, log = sample(1003, torch.bfloat16, device), []
+    leaf = Wrapper(x, log).requires_grad_()
+    y = row.inplace(leaf * 1) if inplace else row(leaf)
+    (actual,) = torch.autograd.grad(y, leaf, Wrapper(x.flip(0), log))
+    y, gradient = y.inner, actual.inner
+    for ours, expected in zip((y, gradient), gradients_of(row.reference, x, x.flip(0)), strict=True):
+        assert_same(ours, expected)
+    assert {f"aten.{row.name}{'_' * inplace}.default", f"aten.{row.name}_backward.default"} <= set(log)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+def test_a_torch_function_subclass_has_the_gradient(row, inplace, device):
+    x = sample(1003, torch.bfloat16, device)
+    leaf = x.as_subclass(Subclass).requires_grad_()
+    y = row.inplace(leaf * 1) if inplace else row(leaf)
+    y.backward(x.flip(0))
+    assert type(y) is Subclass
+    for actual, expected in zip((y.detach(), leaf.grad), gradients_of(row.reference, x, x.flip(0)), strict=True):
+        assert_same(actual.as_subclass(torch.Tensor), expected)
 
 
 def test_errors(row, device):
