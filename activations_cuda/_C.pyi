@@ -6,7 +6,11 @@ from torch import Tensor
 
 compiler: str
 cuda_toolkit: str | None
-saves: dict[str, str]
-smooth: set[str]
+class Member:
+    pytorch_saves: str  # for backward: "input", "output" or "output in place"
+    saves_output: bool  # does this package, with a code? Else it saves a mask alone
+    packed_op: str  # which returns what is saved beside the output
+
+family: dict[str, Member]  # by the name of the op
 
 def __getattr__(name: str) -> Callable[..., Tensor]: ...
