@@ -1,5 +1,6 @@
 """The documentation builds without a warning, its code runs, and every public name is on the API page."""
 
+import importlib
 import inspect
 import re
 import sys
@@ -25,6 +26,18 @@ def test_docstrings_tell_of_arguments_and_result(name):
     function = getattr(activations_cuda, name)
     for part in (*inspect.signature(function).parameters, "Returns"):
         assert re.search(rf"^ +{part}:", function.__doc__, re.MULTILINE), part
+
+
+@FROM_SOURCE
+def test_few_bits_counts(monkeypatch):
+    """In bfloat16; the page's are a GPU's, whose ops may round otherwise."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    few_bits = importlib.import_module("few_bits")
+    page = (ROOT / "docs/few-bits.md").read_text().replace("`", "")
+    for name, function in few_bits.FUNCTIONS.items():
+        _, count = few_bits.shared(function)
+        assert f"| {name} | {count.max():.0f} |" in page
 
 
 @FROM_SOURCE
