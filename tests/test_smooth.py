@@ -53,6 +53,17 @@ def test_every_input(row, dtype, device):
     assert_same_values(row(x), row.reference(x))  # without a gradient, and with tables for as many on a GPU
 
 
+@EACH_TYPE
+def test_every_input_outside_of_vectors(row, dtype):
+    """PyTorch's CPU ops compute a tensor that isn't contiguous, and the rest of a vector, otherwise."""
+    x, infinity = every_pattern(dtype), float("inf")
+    for grad in (infinity, -infinity, torch.finfo(dtype).max, 1.0):
+        apart = (torch.stack([t, t], 1)[:, 0] for t in (x, torch.full_like(x, grad)))
+        assert_same_step(row, row.reference, *apart)
+    for piece in x.split(30):
+        assert_same_step(row, row.reference, piece, torch.full_like(piece, infinity))
+
+
 @pytest.mark.cuda
 @EACH_TYPE
 def test_every_pair_of_an_input_and_a_gradient(row, dtype):

@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -149,9 +150,15 @@ uint16_t* mutable_patterns(const Tensor& tensor) {
 // Gradients to compare with: special values and some of every magnitude.
 Tensor some_gradients(at::ScalarType dtype, at::Device device, int count) {
   const Tensor all = all_inputs(dtype, device);
+  const Tensor infinity = at::full({1}, INFINITY, all.options());
   return at::cat(
       {all.slice(0, 0, kPatterns, kPatterns / count + 1), all.slice(0, 0, 3), all.slice(0, 0x8000, 0x8003),
-       all.slice(0, 0x3c00, 0x3c01)});
+       all.slice(0, 0x3c00, 0x3c01), infinity, -infinity});
+}
+
+// The same elements, but not next to each other: PyTorch's CPU ops compute in vectors where they are, and otherwise where not.
+Tensor apart(const Tensor& self) {
+  return at::stack({self, self}, -1).select(-1, 0);
 }
 
 // What tells the inputs of one output apart: the derivative, but for those so small that they leave nothing of any finite
@@ -167,11 +174,17 @@ std::vector<uint64_t> derivatives(const Smooth& activation, const Tensor& x) {
   std::vector<uint64_t> result(slopes.begin(), slopes.end());
   const Tensor grads = some_gradients(dtype, x.device(), 8);
   const Tensor inputs = x.expand({grads.size(0), kPatterns}).contiguous();
-  const Patterns results = with_one_nan(activation.backward(grads.unsqueeze(1).expand_as(inputs).contiguous(), inputs));
-  for (size_t i = 0; i < results.size(); ++i) {
-    uint64_t& of_input = result[i % kPatterns];
-    of_input = (of_input ^ results[i]) * 0x9e3779b97f4a7c15;  // a hash
-    of_input ^= of_input >> 29;
+  const Tensor gradients = grads.unsqueeze(1).expand_as(inputs).contiguous();
+  const auto add = [&](const Patterns& results) {
+    for (size_t i = 0; i < results.size(); ++i) {
+      uint64_t& of_input = result[i % kPatterns];
+      of_input = (of_input ^ results[i]) * 0x9e3779b97f4a7c15;  // a hash
+      of_input ^= of_input >> 29;
+    }
+  };
+  add(with_one_nan(activation.backward(gradients, inputs)));
+  if (x.is_cpu()) {
+    add(with_one_nan(activation.backward(apart(gradients), apart(inputs))));
   }
   return result;
 }
@@ -180,7 +193,7 @@ std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dty
   const Tensor x = all_inputs(dtype, device);
   const Tensor wide = x.to(at::kFloat);
   const Patterns outputs = with_one_nan(activation.forward(x));
-  const Patterns others = device.is_cpu() ? with_one_nan(activation.forward(at::stack({x, x}, 1).select(1, 0))) : outputs;
+  const Patterns others = device.is_cpu() ? with_one_nan(activation.forward(apart(x))) : outputs;
   const int bits = activation.of(dtype).bits;
   const Patterns numbers = number(outputs, others, derivatives(activation, x), 1 << bits);
   if (numbers.empty()) {
