@@ -31,8 +31,8 @@ bench-models: build
 # PyTorch's allocator, which would hide where a tensor ends.
 SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)
-FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid)
-KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors
+FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid) or sizes_and_offsets and silu
+KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors smooth
 sanitize: build
 	FORCE_CUDA= FORCE_CPU=1 CFLAGS="$(SANITIZER)" LDFLAGS="$(SANITIZER)" \
 	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/sanitized .
@@ -41,7 +41,7 @@ sanitize: build
 	  python -m pytest -m "not cuda" $(KERNEL_TESTS:%=test_%.py)
 	! command -v nvidia-smi || for tool in memcheck racecheck initcheck synccheck; do \
 	  (cd tests && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    python -m pytest -m cuda -k "$(FEW)" test_mask.py test_exact.py test_inplace.py) || exit 1; \
+	    python -m pytest -m cuda -k "$(FEW)" test_mask.py test_exact.py test_inplace.py test_smooth.py) || exit 1; \
 	done
 
 # An sdist and the wheel for this torch, each tried in an environment of its own before it comes to dist/: the sdist says what to

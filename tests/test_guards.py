@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from family import DTYPES, FAMILY, bits, sample
+from family import A_FEW, DTYPES, FAMILY, HALF_TYPES, SMOOTH, assert_same_values, bits, sample
 from test_mask import packed
 
 SIZES = range(258)
@@ -51,6 +51,23 @@ def test_outputs_over_garbage(row, dtype, device):
     assert reused  # how often is the allocator's affair
 
 
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("row", SMOOTH, ids=str)
+def test_codes_over_garbage(row, dtype, device):
+    for numel in SIZES:
+        x, grad = (sample(A_FEW[0], numel, dtype, device, seed) for seed in (0, 1))
+        expected = row.reference(x), row.reference_backward(grad, x)
+        _, clean = row.with_code(x)
+        for offset in OFFSETS[:8]:
+            piece = garbage(offset + numel, dtype, device)[offset:].copy_(x)
+            garbage(numel, dtype, device), garbage(len(clean), torch.uint8, device)
+            output, code = row.with_code(piece)
+            assert torch.equal(code, clean), (numel, offset)
+            garbage(numel, dtype, device)
+            for actual, reference in zip((output, row.code_backward(grad, output, code)), expected, strict=True):
+                assert_same_values(actual, reference)
+
+
 def rounded(size):
     """What PyTorch's allocator on CUDA hands out for so many bytes."""
     return -(-size // 512) * 512
@@ -74,6 +91,14 @@ def seen_behind(outputs, *args):
     return seen
 
 
+def assert_garbage_stays(forward, backward, inputs):
+    seen = set()
+    for numel in SIZES[1:]:
+        x = inputs(numel)
+        seen.add((seen_behind(forward, x) > 0, seen_behind(backward, x, forward(x)[1]) > 0))
+    assert (True, True) in seen
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", FAMILY, ids=str)
@@ -86,8 +111,14 @@ def test_garbage_behind_outputs(row, dtype):
     def backward(grad, mask):
         return (torch.ops.fastact.masked_scale(grad, mask, *row.slopes),)
 
-    seen = set()
-    for numel in SIZES[1:]:
-        x = sample(row, numel, dtype, "cuda")
-        seen.add((seen_behind(forward, x) > 0, seen_behind(backward, x, forward(x)[1]) > 0))
-    assert (True, True) in seen
+    assert_garbage_stays(forward, backward, lambda numel: sample(row, numel, dtype, "cuda"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
+@pytest.mark.parametrize("row", SMOOTH, ids=str)
+def test_garbage_behind_codes(row, dtype):
+    def backward(grad, code):
+        return (row.code_backward(grad, grad, code),)
+
+    assert_garbage_stays(row.with_code, backward, lambda numel: row(sample(A_FEW[0], numel, dtype, "cuda")))
