@@ -149,7 +149,7 @@ class Smooth:
     def _arguments(self):
         return dict(zip(("approximate",), self.parameters, strict=False))
 
-    def _pytorch(self, suffix=""):
+    def pytorchs(self, suffix=""):
         return getattr(torch.ops.aten, (self.pytorch or self.name) + suffix)
 
     def __call__(self, x):
@@ -162,16 +162,16 @@ class Smooth:
         return getattr(torch.ops.fastact, self.name + "_with_code")(x, *self.parameters)
 
     def reference(self, x):
-        return self._pytorch()(x, **self._arguments())
+        return self.pytorchs()(x, **self._arguments())
 
     def reference_inplace(self, x):
-        return self._pytorch("_")(x, **self._arguments())
+        return self.pytorchs("_")(x, **self._arguments())
 
     def code_backward(self, *arguments, **keywords):
         return torch.ops.fastact.code_backward(*arguments, str(self).removesuffix("_none"), **keywords)
 
     def reference_backward(self, grad, x):
-        return self._pytorch("_backward")(grad, x, **self._arguments())
+        return self.pytorchs("_backward")(grad, x, **self._arguments())
 
     def code_bytes(self, x):
         return (x.numel() + 7) // 8 * self.bits[x.dtype == torch.float16]
