@@ -8,17 +8,30 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 VERSION = "0.1.0"
 
+
+class NeedsTorch(build_ext):
+    def run(self):
+        sys.exit(
+            "activations-cuda: torch must be installed first, and pip's build isolation hides it: install torch, then run "
+            "pip install --no-build-isolation . in the source tree"
+        )
+
+
 try:
     import torch
-except ImportError:
-    sys.exit(
-        "activations-cuda: there is no torch here to compile against, as never under pip's build isolation: install torch, "
-        "then run pip install --no-build-isolation . in the source tree"
+except ImportError:  # an sdist needs none, nor does its metadata
+    setup(
+        version=VERSION,
+        install_requires=["torch"],
+        ext_modules=[Extension("activations_cuda._C", [])],
+        cmdclass={"build_ext": NeedsTorch},
     )
+    sys.exit()
 
 
 def flag(name):
@@ -95,11 +108,6 @@ def supported_archs(toolkit):
     return ";".join(f"{major}.{minor}" for major, minor in archs) + "+PTX"
 
 
-def tag():
-    """What a build serves, as part of its version: +pt211cu130, +pt213cpu."""
-    return "+pt" + torch_minor.replace(".", "") + ("cpu" if reason else "cu" + torch.version.cuda.replace(".", ""))
-
-
 def commit():
     """The commit that is built, "-dirty" behind it where files differ, or None outside of a git checkout or without git."""
     root = Path(__file__).parent
@@ -130,7 +138,10 @@ class BuildWithRecord(BuildExtension):
 
     def finalize_options(self):
         super().finalize_options()
-        self.force = True  # another torch or an edited header makes every object stale
+        self.force = True  # ninja knows what is stale: what includes an edited header too
+        # pip would build in a new folder each time.
+        device = "cpu" if reason else "cuda"
+        self.build_temp = f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}-{device}"
 
     def run(self):
         check_compiler()
@@ -173,10 +184,9 @@ else:
         extra_link_args=link,
     )
 
-is_source = "sdist" in sys.argv  # which is built for no torch yet
 setup(
-    version=VERSION if is_source else VERSION + tag(),
-    install_requires=["torch"] if is_source else [f"torch=={torch_minor}.*"],
+    version=VERSION,
+    install_requires=["torch" if "sdist" in sys.argv else f"torch=={torch_minor}.*"],
     ext_modules=[extension],
     cmdclass={"build_ext": BuildWithRecord},
 )

@@ -1,5 +1,6 @@
 """How the package is built, installed and loaded."""
 
+import re
 import shutil
 import sys
 import tarfile
@@ -14,13 +15,11 @@ import activations_cuda
 from activations_cuda import _build, _load
 from trees import FROM_SOURCE, copy, install, run
 
-MINOR = "".join(torch.__version__.split(".")[:2])
-
 
 def test_build_info():
     info = activations_cuda.build_info()
     assert info["version"] == activations_cuda.__version__
-    assert info["version"].endswith(f"+pt{MINOR}cu{info['cuda'].replace('.', '')}" if info["cuda"] else f"+pt{MINOR}cpu")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", info["version"])
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert info["compiler"].split()[0] in ("gcc", "clang")
     if info["cuda"] is None:
@@ -120,8 +119,10 @@ def test_force_cuda_makes_what_is_missing_an_error():
 
 @FROM_SOURCE
 def test_no_torch_at_all():
-    """As within pip's build isolation."""
-    assert_ends(setup(torch_is="sys.modules['torch'] = None"), "install torch", "pip install --no-build-isolation .")
+    """As within pip's build isolation. Metadata needs none."""
+    without = "sys.modules['torch'] = None"
+    assert_ends(setup("build_ext", torch_is=without), "install torch", "pip install --no-build-isolation .")
+    assert setup("--version", torch_is=without).stdout.split() == [activations_cuda.__version__]
 
 
 @FROM_SOURCE
@@ -215,9 +216,12 @@ def test_force_cpu_says_so_in_one_line():
 
 @FROM_SOURCE
 def test_an_sdist_builds_and_installs(tmp_path):
-    """Without CUDA, to be quick."""
+    """Made without torch, installed by name. Without CUDA, to be quick."""
     copy(tmp_path / "tree")
-    program = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    )
     result = run(sys.executable, "-c", program, cwd=tmp_path / "tree", FORCE_CPU="1")
     assert result.returncode == 0, result.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
@@ -225,12 +229,12 @@ def test_an_sdist_builds_and_installs(tmp_path):
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
     assert {"csrc/family.def", "csrc/cuda/kernels.cu", "tests/family.py", "README.md", "LICENSE", "CHANGELOG.md"} <= names
 
-    site = tmp_path / "site"
-    install(sdist, site, FORCE_CPU="1")
+    version, site = activations_cuda.__version__, tmp_path / "site"
+    assert sdist.name == f"activations_cuda-{version}.tar.gz"
+    install(f"activations-cuda=={version}", site, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), FORCE_CPU="1")
     assert {"py.typed", "_C.pyi", "_build.pyi"} <= {path.name for path in (site / "activations_cuda").iterdir()}
     program = "import activations_cuda as a, torch; print(a.__version__, a.__file__, a.hardtanh(torch.tensor([2.0])).item())"
     result = run(sys.executable, "-X", "faulthandler", "-c", program, cwd=tmp_path, PYTHONPATH=str(site))
     assert result.returncode == 0, result.stderr
-    version = f"{sdist.name.removeprefix('activations_cuda-').removesuffix('.tar.gz')}+pt{MINOR}cpu"
     assert result.stdout.split() == [version, str(site / "activations_cuda/__init__.py"), "1.0"]
     assert (site / f"activations_cuda-{version}.dist-info").exists()
