@@ -1,29 +1,63 @@
-# Each target does all its own set-up in a virtual environment. It uses the torch that $(PYTHON) has, or installs $(TORCH).
+# Each target does all its own set-up in a virtual environment. It uses the torch that $(PYTHON) has, or installs one: TORCH, if
+# that is given.
+define HELP
+make demo          compares the ops with PyTorch's on this machine
+make test          builds in place and runs the tests
+make lint          checks the style
+make docs          builds the pages, into build/docs
+make sanitize      runs the kernels' tests under sanitizers
+make wheel         builds an sdist and a wheel for the installed torch, and tries both
+make bench         the ops against PyTorch's; make bench-models: training steps of models, on a GPU
+make clean
+
+TORCH=torch==2.13.0 chooses the torch to install, PYTHON=python3.12 the Python, FORCE_CPU=1 a build without CUDA.
+endef
+export HELP
+
 PYTHON ?= python3
 TORCH ?= torch
 VENV ?= .venv
-EXTRAS = test
 BIN = $(VENV)/bin
 # setuptools: 77 reads the licence in pyproject.toml, and torch 2.11 asks for less than 82.
 BUILD_NEEDS = "setuptools>=77,<82" ninja
-# Named again where the package is installed, lest an extra like torchvision exchange the torch that it is compiled for.
+# Named again where the package is installed: an extra like torchvision could replace the torch that it is compiled for.
 TORCH_VERSION = $(BIN)/python -c "from importlib.metadata import version; print(version('torch'))"
+INSTALL_TORCH = { $(if $(filter torch,$(TORCH)),$(BIN)/python -c "import torch" 2>/dev/null ||) $(BIN)/python -m pip install "$(TORCH)"; }
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test bench bench-models sanitize wheel docs lint build environment clean
+# What is built in place is for the GPUs that are there, or for the CPU alone.
+CAPABILITIES = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort --unique | paste --serial --delimiters=';'
+ifeq ($(FORCE_CPU)$(FORCE_CUDA)$(TORCH_CUDA_ARCH_LIST),)
+$(VENV)/with-%: export TORCH_CUDA_ARCH_LIST = $(shell $(CAPABILITIES))
+$(VENV)/with-%: export FORCE_CPU = $(if $(shell $(CAPABILITIES)),,1)
+build-%: export TORCH_CUDA_ARCH_LIST = $(shell $(CAPABILITIES))
+build-%: export FORCE_CPU = $(if $(shell $(CAPABILITIES)),,1)
+endif
 
-demo: build
-	$(BIN)/python -m activations_cuda
+# One line for each step; what it prints goes to a log.
+LOG = build/make.log
+define step
+@mkdir -p build && echo "$(1)" && { $(2); } > $(LOG) 2>&1 || { tail -n 30 $(LOG); echo "The whole output is in $(LOG)."; exit 1; }
+endef
 
-test: build
-	$(BIN)/python -m pytest
+# Threads that wait for each other must not keep the other process's from its core: a third of the time.
+PYTEST = OMP_WAIT_POLICY=passive python -m pytest -n auto --dist worksteal
 
-bench: EXTRAS = bench$(if $(shell command -v nvidia-smi),-cuda)
-bench: build
+.PHONY: help demo test bench bench-models sanitize wheel docs lint clean
+
+help:
+	@echo "$$HELP"
+
+demo: build-nothing
+	@$(BIN)/python -m activations_cuda
+
+test: build-test
+	$(PYTEST)
+
+bench: build-bench$(if $(shell command -v nvidia-smi),-cuda)
 	$(BIN)/python -m benchmarks
 
-bench-models: EXTRAS = bench-cuda
-bench-models: build
+bench-models: build-bench-cuda
 	$(BIN)/python -m benchmarks.models
 
 # The library's CPU side under AddressSanitizer and UndefinedBehaviorSanitizer, without the quarantine, which would hide that an
@@ -33,12 +67,12 @@ SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)
 FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid) or sizes_and_offsets and silu
 KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors smooth
-sanitize: build
+sanitize: build-test
 	FORCE_CUDA= FORCE_CPU=1 CFLAGS="$(SANITIZER)" LDFLAGS="$(SANITIZER)" \
 	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/sanitized .
 	cd tests && LD_PRELOAD="$(SANITIZER_LIBRARIES)" PYTHONPATH=../build/sanitized \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=0:thread_local_quarantine_size_kb=0 \
-	  python -m pytest -m "not cuda" $(KERNEL_TESTS:%=test_%.py)
+	  $(PYTEST) -m "not cuda" $(KERNEL_TESTS:%=test_%.py)
 	! command -v nvidia-smi || for tool in memcheck racecheck initcheck synccheck; do \
 	  (cd tests && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    python -m pytest -m cuda -k "$(FEW)" test_mask.py test_exact.py test_inplace.py test_smooth.py) || exit 1; \
@@ -46,10 +80,11 @@ sanitize: build
 
 # An sdist and the wheel for this torch, each tried in an environment of its own before it comes to dist/: the sdist says what to
 # do under build isolation and builds, its tests run against the installed wheel.
+EXTRAS = test
 NEW = build/new
 FRESH = build/fresh
-wheel: environment
-	rm -rf build  # lest what an earlier build has left there come into the wheel
+wheel: $(VENV)/$(TORCH)
+	rm -rf $(NEW) $(FRESH) build/lib* build/bdist*  # what an earlier build has left there would come into the wheel
 	$(BIN)/python -c "import setuptools.build_meta as backend; backend.build_sdist('$(NEW)')"
 	$(BIN)/python -m pip wheel --verbose --no-build-isolation --no-deps --wheel-dir $(NEW) .
 	$(PYTHON) -m venv $(FRESH)
@@ -60,26 +95,34 @@ wheel: environment
 	$(FRESH)/bin/python -m pip install --quiet "$$(ls $(NEW)/*.whl)[$(EXTRAS)]" "torch==$$($(TORCH_VERSION))"
 	cd $(FRESH) && bin/python -m activations_cuda
 	tar --extract --file $(NEW)/*.tar.gz --directory $(FRESH)
-	cd $(FRESH)/activations_cuda-*/tests && PATH="$(abspath $(FRESH))/bin:$$PATH" python -m pytest
+	cd $(FRESH)/activations_cuda-*/tests && PATH="$(abspath $(FRESH))/bin:$$PATH" $(PYTEST)
 	mkdir -p dist && mv $(NEW)/* dist && ls -l dist
 
-docs: EXTRAS = docs
-docs: build
+docs: build-docs
 	$(BIN)/python -m sphinx -W docs build/docs
 
 lint: $(BIN)/python
 	$(BIN)/python -m pip install --quiet pre-commit
 	$(BIN)/python -m pre_commit run --all-files --show-diff-on-failure
 
-build: environment
-	$(BIN)/python -m pip install --verbose --no-build-isolation --editable ".[$(EXTRAS)]" "torch==$$($(TORCH_VERSION))"
+# With an extra of pyproject.toml, or with nothing.
+build-%: $(VENV)/with-%
+	$(call step,compiling what has changed,$(BIN)/python setup.py build_ext --inplace)
 
-environment: $(BIN)/python
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install --quiet $(BUILD_NEEDS)
+$(VENV)/with-%: $(VENV)/$(TORCH) pyproject.toml setup.py
+	$(call step,installing the package$(if $(filter nothing,$*),, and what [$*] needs),$(BIN)/python -m pip install --verbose \
+	  --no-build-isolation --editable ".$(if $(filter nothing,$*),,[$*])" "torch==$$($(TORCH_VERSION))")
+	@touch $@
+
+$(VENV)/$(TORCH): | $(BIN)/python
+	@rm -f $(VENV)/torch* $(VENV)/with-*
+	$(call step,installing $(TORCH),$(INSTALL_TORCH) && $(BIN)/python -m pip install $(BUILD_NEEDS))
+	@touch $@
+
+.PRECIOUS: $(VENV)/with-%
 
 $(BIN)/python:
-	$(PYTHON) -m venv --system-site-packages $(VENV) || { rm -rf $(VENV); exit 1; }
+	@$(PYTHON) -m venv --system-site-packages $(VENV) || { rm -rf $(VENV); exit 1; }
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info activations_cuda/*.so activations_cuda/_build.py
