@@ -6,6 +6,7 @@ from torch import Tensor
 
 compiler: str
 cuda_toolkit: str | None
+
 class Member:
     pytorch_saves: str  # for backward: "input", "output" or "output in place"
     saves_output: bool  # does this package, with a code? Else it saves a mask alone
