@@ -8,29 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.build_ext import build_ext
+from setuptools import setup
 
 VERSION = "0.1.0"
 
-
-class NeedsTorch(build_ext):
-    def run(self):
+try:
+    import torch
+except ImportError:
+    if not {"sdist", "egg_info"} & set(sys.argv):  # now, and not once pip has downloaded a torch
         sys.exit(
             "activations-cuda: torch must be installed first, and pip's build isolation hides it: install torch, then run "
             "pip install --no-build-isolation . in the source tree"
         )
-
-
-try:
-    import torch
-except ImportError:  # an sdist needs none, nor does its metadata
-    setup(
-        version=VERSION,
-        install_requires=["torch"],
-        ext_modules=[Extension("activations_cuda._C", [])],
-        cmdclass={"build_ext": NeedsTorch},
-    )
+    setup(version=VERSION, install_requires=["torch"])
     sys.exit()
 
 
