@@ -1,5 +1,5 @@
-# Each target does all its own set-up in a virtual environment. It uses the torch that $(PYTHON) has, or installs one: TORCH, if
-# that is given.
+# Each target does all its own set-up in a virtual environment. It uses TORCH if that is or was given, else the
+# torch that $(PYTHON) has, else the newest.
 define HELP
 make demo          compares the ops with PyTorch's on this machine
 make test          builds in place and runs the tests
@@ -15,8 +15,8 @@ endef
 export HELP
 
 PYTHON ?= python3
-TORCH ?= torch
 VENV ?= .venv
+TORCH ?= $(or $(notdir $(firstword $(wildcard $(VENV)/torch*))),torch)
 BIN = $(VENV)/bin
 # setuptools: 77 reads the licence in pyproject.toml, and torch 2.11 asks for less than 82.
 BUILD_NEEDS = "setuptools>=77,<82" ninja
