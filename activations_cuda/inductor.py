@@ -75,7 +75,7 @@ EXTERN = CONVOLUTIONS | {
 
 class Pass(CustomGraphPass):
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, _C.__file__))
 
 
 class Pack(Pass):
@@ -145,8 +145,8 @@ def pack(node, values):
     try:
         with value.fake_mode, torch.no_grad():
             op(value, *parameters, **named)
-        with unset_fake_temporarily(), torch.no_grad():  # here PyTorch is asked what a code's gradient is
-            op(torch.empty(1, dtype=value.dtype, device=value.device), *parameters, **named)
+        if op in WITH_CODE:
+            ask_pytorch(op, value, *parameters, **named)
     except (NotImplementedError, ValueError):
         return  # it is for PyTorch's op to answer
     with graph.inserting_before(node):
@@ -155,6 +155,14 @@ def pack(node, values):
     output.meta = node.meta
     node.replace_all_uses_with(output)
     graph.erase_node(node)
+
+
+def ask_pytorch(op, like, *parameters, **named):
+    """Raise NotImplementedError where PyTorch's gradient isn't what a code gives, which only real tensors tell."""
+    if not torch.get_device_module(like.device).is_available():
+        raise NotImplementedError
+    with unset_fake_temporarily(), torch.no_grad():
+        op(torch.empty(1, dtype=like.dtype, device=like.device), *parameters, **named)
 
 
 def is_view(node):
@@ -290,6 +298,8 @@ def options(others: Mapping[str, Any] | None = None) -> dict[str, Any]:
         ``others`` and the two passes, ``pre_grad_custom_pass`` and ``joint_custom_pre_pass``.
     """
     others = dict(others or {})
+    if hasattr(config, "pre_grad_pass_timing"):
+        others["pre_grad_pass_timing"] = "early"  # in every process, cached code or not: PyTorch is asked
     for place, ours in {"pre_grad_custom_pass": Pack(), "joint_custom_pre_pass": Unpack()}.items():
         theirs = others.get(place, getattr(config, place)) or ()
         theirs = tuple(theirs) if isinstance(theirs, (list, tuple)) else (theirs,)
