@@ -26,12 +26,10 @@ INSTALL_TORCH = { $(if $(filter torch,$(TORCH)),$(BIN)/python -c "import torch" 
 export PATH := $(abspath $(BIN)):$(PATH)
 
 # What is built in place is for the GPUs that are there, or for the CPU alone.
-CAPABILITIES = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort --unique | paste --serial --delimiters=';'
+CAPABILITIES = nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -xE '[0-9]+\.[0-9]+' | sort -u | paste -sd';'
 ifeq ($(FORCE_CPU)$(FORCE_CUDA)$(TORCH_CUDA_ARCH_LIST),)
-$(VENV)/with-%: export TORCH_CUDA_ARCH_LIST = $(shell $(CAPABILITIES))
-$(VENV)/with-%: export FORCE_CPU = $(if $(shell $(CAPABILITIES)),,1)
-build-%: export TORCH_CUDA_ARCH_LIST = $(shell $(CAPABILITIES))
-build-%: export FORCE_CPU = $(if $(shell $(CAPABILITIES)),,1)
+$(VENV)/with-% build-%: export TORCH_CUDA_ARCH_LIST = $(shell $(CAPABILITIES))
+$(VENV)/with-% build-%: export FORCE_CPU = $(if $(shell $(CAPABILITIES)),,1)
 endif
 
 # One line for each step; what it prints goes to a log.
@@ -43,6 +41,7 @@ endef
 # Threads that wait for each other must not keep the other process's from its core: a third of the time.
 PYTEST = OMP_WAIT_POLICY=passive python -m pytest -n auto --dist worksteal
 
+.NOTPARALLEL:
 .PHONY: help demo test bench bench-models sanitize wheel docs lint clean
 
 help:
@@ -51,8 +50,9 @@ help:
 demo: build-nothing
 	@$(BIN)/python -m activations_cuda
 
+# One process alone on a GPU: some tests need most of its memory.
 test: build-test
-	$(PYTEST)
+	$(PYTEST) $(if $(shell $(CAPABILITIES)),-m "not cuda" && python -m pytest -m cuda)
 
 bench: build-bench$(if $(shell command -v nvidia-smi),-cuda)
 	$(BIN)/python -m benchmarks
@@ -117,7 +117,7 @@ $(VENV)/with-%: $(VENV)/$(TORCH) pyproject.toml setup.py
 $(VENV)/$(TORCH): | $(BIN)/python
 	@rm -f $(VENV)/torch* $(VENV)/with-*
 	$(call step,installing $(TORCH),$(INSTALL_TORCH) && $(BIN)/python -m pip install $(BUILD_NEEDS))
-	@touch $@
+	@touch "$@"
 
 .PRECIOUS: $(VENV)/with-%
 
