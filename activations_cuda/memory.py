@@ -21,7 +21,7 @@ def require(name: str) -> Any:
     try:
         return import_module(name)
     except (ImportError, RuntimeError) as error:  # the latter is what a torchvision built for another torch raises
-        # With torch named, lest pip exchange it for the one that the newest torchvision wants.
+        # With torch named, or pip would replace it by the one that the newest torchvision wants.
         command = f"pip install 'activations-cuda[report]' torch=={torch.__version__.split('+')[0]}"
         raise ImportError(f"the memory report needs {name} ({error}): {command}") from None
 

@@ -3,7 +3,7 @@
 import activations_cuda
 
 project = "activations_cuda"
-version = release = activations_cuda.__version__.split("+")[0]
+version = release = activations_cuda.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["dollarmath"]
 html_theme = "furo"
