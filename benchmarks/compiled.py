@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from tabulate import tabulate
+from torch import nn
 from tqdm import tqdm
 
 from activations_cuda import inductor
@@ -19,6 +20,7 @@ from benchmarks.timing import StepClock, alternate, spread
 
 CASES = {
     "MLP, 4 x 4096": Model(mlp, (8192, 4096)),
+    "MLP, 4 x 4096, GELU": Model(partial(mlp, activation=nn.GELU), (8192, 4096)),
     "mobilenet_v2": MODELS["mobilenet_v2"],
 }
 TIME_AT_MOST, MEMORY_AT_MOST = 1.005, 1.0  # of the best

@@ -1,8 +1,9 @@
 """Trains real models for a few steps on the GPU at hand, as they come and converted: step time and peak memory of both.
 
-Converted means convert(model, example_inputs=batch). Writes benchmarks/results/<device>-models.json and draws it. Exits with 1
-if a row misses its bound, or if any loss or any weight of the first steps, by deterministic algorithms, differs. Names of
-models on the command line run those alone; the other models' results of the same commit stay.
+Converted means convert(model, example_inputs=batch); some models are trained under torch.compile too, as they come. Writes
+benchmarks/results/<device>-models.json and draws it. Exits with 1 if a row misses its bound, or if any loss or any weight of
+the first steps, by deterministic algorithms, differs. Names of models on the command line run those alone; the other models'
+results of the same commit stay.
 """
 
 import argparse
@@ -39,9 +40,9 @@ def from_torchvision(name, **options):
     return torchvision.models.get_model(name, **options)
 
 
-def mlp(width=4096):
+def mlp(width=4096, activation=nn.Hardtanh):
     linear = [nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(4)]
-    return nn.Sequential(linear[0], nn.Hardtanh(), linear[1], nn.Hardtanh(), linear[2], nn.Hardtanh(), linear[3])
+    return nn.Sequential(linear[0], activation(), linear[1], activation(), linear[2], activation(), linear[3])
 
 
 def from_timm(name):
@@ -127,6 +128,7 @@ class Model:
     shape: tuple  # of a batch
     dtypes: tuple = (torch.float32, torch.bfloat16)
     vocabulary: int | None = None  # the batch is of tokens
+    compiled: bool = False  # in bfloat16 trained under torch.compile too, as it comes
 
     def batch(self, device):
         if self.vocabulary:
@@ -139,7 +141,7 @@ IMAGE = 3, 224, 224
 HALF = (torch.bfloat16,)
 MODELS = {
     "mobilenet_v2": Model(lambda: from_torchvision("mobilenet_v2"), (256, *IMAGE)),
-    "mobilenet_v3_large": Model(lambda: from_torchvision("mobilenet_v3_large"), (256, *IMAGE)),
+    "mobilenet_v3_large": Model(lambda: from_torchvision("mobilenet_v3_large"), (256, *IMAGE), compiled=True),
     "timm efficientnet_lite0": Model(lambda: from_timm("efficientnet_lite0"), (256, *IMAGE)),
     "speech front end": Model(SpeechFrontEnd, (64, 1, 161, 800)),
     "timm darknet53": Model(lambda: from_timm("darknet53"), (64, *IMAGE)),
@@ -149,21 +151,26 @@ MODELS = {
     "googlenet": Model(lambda: from_torchvision("googlenet", aux_logits=False, init_weights=False), (256, *IMAGE)),
     "resnet50": Model(lambda: from_torchvision("resnet50"), (128, *IMAGE)),
     # SiLU and GELU, from a few bits in bfloat16.
-    "efficientnet_b0": Model(lambda: from_torchvision("efficientnet_b0"), (128, *IMAGE), HALF),
-    "efficientnet_v2_s": Model(lambda: from_torchvision("efficientnet_v2_s"), (64, *IMAGE), HALF),
-    "convnext_tiny": Model(lambda: from_torchvision("convnext_tiny"), (64, *IMAGE), HALF),
-    "vit_b_16": Model(lambda: from_torchvision("vit_b_16"), (64, *IMAGE), HALF),
-    "swin_t": Model(lambda: from_torchvision("swin_t"), (64, *IMAGE), HALF),
-    "timm mobilevit_s": Model(lambda: from_timm("mobilevit_s"), (64, 3, 256, 256), HALF),
-    "YOLO-like": Model(yolo_like, (64, 3, 320, 320), HALF),
+    "efficientnet_b0": Model(lambda: from_torchvision("efficientnet_b0"), (128, *IMAGE), HALF, compiled=True),
+    "efficientnet_v2_s": Model(lambda: from_torchvision("efficientnet_v2_s"), (64, *IMAGE), HALF, compiled=True),
+    "convnext_tiny": Model(lambda: from_torchvision("convnext_tiny"), (64, *IMAGE), HALF, compiled=True),
+    "vit_b_16": Model(lambda: from_torchvision("vit_b_16"), (64, *IMAGE), HALF, compiled=True),
+    "swin_t": Model(lambda: from_torchvision("swin_t"), (64, *IMAGE), HALF, compiled=True),
+    "timm mobilevit_s": Model(lambda: from_timm("mobilevit_s"), (64, 3, 256, 256), HALF, compiled=True),
+    "YOLO-like": Model(yolo_like, (64, 3, 320, 320), HALF, compiled=True),
     "BERT-base": Model(
-        lambda: Language("BertForSequenceClassification", "BertConfig", hidden_act="gelu"), (32, 512), HALF, 30522
+        lambda: Language("BertForSequenceClassification", "BertConfig", hidden_act="gelu"),
+        (32, 512),
+        HALF,
+        30522,
+        compiled=True,
     ),
     "GPT-2": Model(
         lambda: Language("GPT2ForSequenceClassification", "GPT2Config", activation_function="gelu_pytorch_tanh"),
         (16, 1024),
         HALF,
         50257,
+        compiled=True,
     ),
 }
 
@@ -265,13 +272,23 @@ def compare(before, after, peak_before, peak_after):
 
 def measure(name, model, dtype):
     batch = model.batch("cuda")
-    before, after = trainings = [Training(m, batch, dtype) for m in both(model, dtype)]
+    trainings = [Training(m, batch, dtype) for m in both(model, dtype)]
     with deterministic():
         for training in trainings:
             for _ in range(STEPS):
                 training()
     equal = same(trainings)
-    peaks = before.peak([after]), after.peak([before])
+    if model.compiled and dtype == torch.bfloat16:
+        torch._dynamo.reset()
+        trainings.append(Training(copy.deepcopy(trainings[0].model), batch, dtype, torch.compile))
+        for _ in range(2):  # compiles
+            trainings[-1]()
+    peaks = [training.peak([other for other in trainings if other is not training]) for training in trainings]
+    times = alternate(StepClock(), *trainings)
+    compiled = [
+        {"compiled_ms": round(time.median / 1e3, 3), "compiled_gib": round(peak / GIB, 3)}
+        for time, peak in zip(times[2:], peaks[2:], strict=True)
+    ]
     key = name, str(dtype).removeprefix("torch.")
     time_at_most, memory_at_most = OWED.get(key, (None, None))
     return {
@@ -279,9 +296,10 @@ def measure(name, model, dtype):
         "mode": "eager",
         "batch": model.shape[0],
         **equal,
-        **compare(*alternate(StepClock(), *trainings), *peaks),
+        **compare(*times[:2], *peaks[:2]),
         "time_at_most": time_at_most,
         "memory_at_most": memory_at_most,
+        **dict(*compiled),
     }
 
 
@@ -333,9 +351,10 @@ def is_short(row):
 
 def table(rows):
     columns = ["model", "batch", "dtype", "mode", "before_ms", "after_ms", "time", "before_gib", "after_gib", "memory"]
+    columns += ["compiled_ms", "compiled_gib"]
     cells = [
         [
-            *(row[column] for column in columns),
+            *(row.get(column) for column in columns),
             "-".join(map(str, row["spread"])),
             f"{' and '.join(differs(row)).upper()} DIFFER" if differs(row) else "",
             " and ".join(f"{what.upper()} ABOVE {row[f'{what}_at_most']}" for what in missed(row)),
@@ -369,7 +388,10 @@ def main():
         torch.cuda.empty_cache()
     draw_models(path)
     print(table(rows))
-    print("\nbefore: the model as it comes; after: converted. ms: a training step, the median; GiB: its peak memory.")
+    print(
+        "\nbefore: the model as it comes; after: converted; compiled: before, by torch.compile. ms: a step, the median;"
+        " GiB: its peak memory."
+    )
     if largest:
         print("Largest batch of {model} within {cap_gib:.0f} GiB: {before} before, {after} after.".format(**largest))
     sys.exit(1 if any(map(is_short, rows)) else 0)
