@@ -239,11 +239,11 @@ def local(tensor):
 
 @contextmanager
 def deterministic():
-    """Of its own accord cuDNN repeats itself in bfloat16, but not in float32, and attention's backward pass in neither."""
-    torch.backends.cudnn.deterministic = True
+    """Of their own accord cuDNN in float32 and the backward passes of attention and of embeddings don't repeat themselves."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     with sdpa_kernel(SDPBackend.MATH):
         yield
-    torch.backends.cudnn.deterministic = False
+    torch.use_deterministic_algorithms(False)
 
 
 def same(trainings):

@@ -160,10 +160,10 @@ def convert_all(model):
 @pytest.fixture
 def deterministic():
     """PyTorch's own kernels repeat themselves to the bit."""
-    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
     with sdpa_kernel(SDPBackend.MATH):
         yield
-    torch.backends.cudnn.deterministic = False
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
