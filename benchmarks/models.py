@@ -239,7 +239,7 @@ def local(tensor):
 
 @contextmanager
 def deterministic():
-    """Of their own accord cuDNN in float32 and the backward passes of attention and of embeddings don't repeat themselves."""
+    """By default cuDNN in float32 and the backward passes of fused attention and of some embeddings don't repeat themselves."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     with sdpa_kernel(SDPBackend.MATH):
         yield

@@ -66,6 +66,11 @@ def test_figures_beside_the_compiler():
     for row in rows:
         gib, ms = ([f"{row[f'{how}_{unit}']:{digits}}" for how in ("before", "after", "compiled")] for unit, digits in UNITS)
         assert f"| {row['model']} | {' | '.join(gib + ms)} |" in page
+    assert len(rows) == 10
+    assert sum(row["compiled_gib"] < row["after_gib"] for row in rows) == 6
+    assert "than converting does in six of the ten" in page
+    low, high = (round(100 * (bound(row["time"] for row in rows) - 1)) for bound in (min, max))
+    assert f"takes between {-low}% less and {high}% more time" in page.replace("\n", " ")
 
 
 @FROM_SOURCE
