@@ -9,7 +9,8 @@
 // `negation` and `where` only. Nothing here knows of ATen.
 //
 // On each device the formulas are those of PyTorch's own op there, to the last bit; where PyTorch's two ops differ, `device`
-// decides.
+// decides. The binding makes a struct and the kernels evaluate it, compiled once for all releases of PyTorch: what differs
+// between releases is for a constructor to decide.
 #pragma once
 
 #include <cmath>

@@ -1,20 +1,28 @@
 // What the kernels offer to the binding: for each device, one forward kernel for the whole family and one backward kernel.
 // Both walk the output in memory order, take any alignment and may run in place. Backward has a second form, for a gradient or
 // a mask in another order.
+//
+// Each device's kernels are a library of their own, which serves the bindings of all releases of PyTorch: no type of PyTorch's
+// stands in this interface.
 #pragma once
-
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <cstdint>
 
-#include "activations.h"
+#include "host_device.h"
 
 #if defined(FASTACT_CUDA)
 #include <cuda_runtime_api.h>
 #endif
 
 namespace fastact {
+
+// An activation's struct, by name.
+enum class Formula {
+#define ACTIVATION(op, overload, F, parameters, pytorch) F,
+#include "family.def"
+};
+
+enum class Dtype { float64, float32, float16, bfloat16 };
 
 // Where the input's elements lie, in the order of the output's: rows of `length` elements that begin `pitch` apart.
 struct Rows {
@@ -35,6 +43,8 @@ struct Walk {
   int64_t size[kMaxDims], grad[kMaxDims], mask[kMaxDims];
 };
 
+#pragma GCC visibility push(default)
+
 namespace cpu {
 
 // A range of elements that a kernel is called for must begin at a multiple of this, so that no two threads share a mask byte.
@@ -42,19 +52,19 @@ namespace cpu {
 // mind).
 constexpr int64_t kBlock = 1024;
 
-// y = f(x) for the elements from `begin` up to `end`. Writes the mask too unless `mask` is null.
-template <class F, class scalar_t>
-void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t begin, int64_t end);
+// y = f(x) for the elements from `begin` up to `end`, where `activation` is the struct of the formula for this device. Writes
+// the mask too unless `mask` is null.
+void forward(
+    Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y, uint8_t* mask, int64_t begin,
+    int64_t end);
 
 // y = grad * (the mask's bit ? inside : outside) for the elements from `begin` up to `end`.
-template <class scalar_t>
 void backward(
-    const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
-    int64_t begin, int64_t end);
-template <class scalar_t>
+    Dtype dtype, const void* grad, Rows rows, const uint8_t* mask, void* y, double inside, double outside, int64_t begin,
+    int64_t end);
 void backward(
-    const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
-    opmath_t<scalar_t> outside, int64_t begin, int64_t end);
+    Dtype dtype, const void* grad, const Walk& walk, const uint8_t* mask, void* y, double inside, double outside, int64_t begin,
+    int64_t end);
 
 }  // namespace cpu
 
@@ -62,19 +72,20 @@ void backward(
 namespace cuda {
 
 // As the CPU's for all `n` elements, at least 1, queued on `stream` of the current device.
-template <class F, class scalar_t>
-cudaError_t forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t n, cudaStream_t stream);
+cudaError_t forward(
+    Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y, uint8_t* mask, int64_t n,
+    cudaStream_t stream);
 
-template <class scalar_t>
 cudaError_t backward(
-    const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
-    int64_t n, cudaStream_t stream);
-template <class scalar_t>
+    Dtype dtype, const void* grad, Rows rows, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
+    cudaStream_t stream);
 cudaError_t backward(
-    const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
-    opmath_t<scalar_t> outside, int64_t n, cudaStream_t stream);
+    Dtype dtype, const void* grad, const Walk& walk, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
+    cudaStream_t stream);
 
 }  // namespace cuda
 #endif
+
+#pragma GCC visibility pop
 
 }  // namespace fastact

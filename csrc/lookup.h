@@ -25,12 +25,7 @@ struct ByNumber {
   const T* direct;
 };
 
-// A gradient is multiplied by one factor, or by two, one after the other. -0 stands for PyTorch's selecting +0, whatever the
-// gradient.
-template <int factors>
-struct alignas(factors * sizeof(float)) Factors {
-  float factor[factors];
-};
+#pragma GCC visibility push(default)
 
 namespace cpu {
 
@@ -59,18 +54,19 @@ cudaError_t encode(
 cudaError_t decode(
     ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, cudaStream_t stream);
 
-// grad times the input's factors. `y` may have any alignment; with a walk, of which y and code are the mask, it and grad lie as
-// that says.
-template <class scalar_t, int factors>
+// grad times the input's factors, in float16 or bfloat16. An input has one factor, or two that lie next to each other and are
+// multiplied one after the other; -0 stands for PyTorch's selecting +0, whatever the gradient. `to` may have any alignment;
+// with a walk, of which y and code are the mask, it and grad lie as that says.
 cudaError_t scale(
-    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const uint16_t* y, const uint8_t* code, int bits, scalar_t* to,
-    int64_t n, cudaStream_t stream);
-template <class scalar_t, int factors>
+    Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const uint16_t* y, const uint8_t* code, int bits,
+    void* to, int64_t n, cudaStream_t stream);
 cudaError_t scale(
-    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const Walk& walk, const uint16_t* y, const uint8_t* code, int bits,
-    scalar_t* to, int64_t n, cudaStream_t stream);
+    Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const Walk& walk, const uint16_t* y,
+    const uint8_t* code, int bits, void* to, int64_t n, cudaStream_t stream);
 
 }  // namespace cuda
 #endif
+
+#pragma GCC visibility pop
 
 }  // namespace fastact

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "../activations.h"
+#include "../kernels.h"
 #include "smooth.h"
 
 namespace fastact {
@@ -27,6 +28,7 @@ using DoublesFor = std::conditional_t<
     template <class scalar_t, Device device = Device::cpu>            \
     using Activation = F<scalar_t, device>;                           \
     using Parameters = DoublesFor<F<double, Device::cpu>>;            \
+    static constexpr Formula formula = Formula::F;                    \
     static constexpr const char* name = #op;                          \
     static constexpr const char* overload = #overload_name;           \
     static constexpr const char* parameters = parameter_list;         \

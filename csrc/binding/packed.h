@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "../activations.h"
 #include "../kernels.h"
 #include "../mask.h"
 #include "older_torch.h"
@@ -25,6 +26,12 @@
 #endif
 
 namespace fastact {
+
+template <class scalar_t>
+constexpr Dtype dtype_of = std::is_same_v<scalar_t, double>     ? Dtype::float64
+                           : std::is_same_v<scalar_t, float>    ? Dtype::float32
+                           : std::is_same_v<scalar_t, at::Half> ? Dtype::float16
+                                                                : Dtype::bfloat16;
 
 // What differs between the devices: how memory is allocated and how a kernel is run. Memory comes from the allocators
 // themselves: at 64 elements a call of at::empty_like through the dispatcher is a tenth of the whole op.
@@ -59,18 +66,18 @@ struct Cpu {
     });
   }
 
-  template <class F, class scalar_t>
-  static void forward(const at::Tensor&, F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t n) {
-    parallel(n, [=](int64_t begin, int64_t end) { cpu::forward<F, scalar_t>(f, x, rows, y, mask, begin, end); });
+  static void forward(
+      const at::Tensor&, Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y, uint8_t* mask,
+      int64_t n) {
+    parallel(n, [=](int64_t begin, int64_t end) { cpu::forward(formula, dtype, activation, x, rows, y, mask, begin, end); });
   }
 
   // `Where` is Rows or Walk.
-  template <class scalar_t, class Where, class T>
+  template <class Where>
   static void backward(
-      const at::Tensor&, const scalar_t* grad, const Where& where, const uint8_t* mask, scalar_t* y, T inside, T outside,
-      int64_t n) {
-    parallel(
-        n, [&](int64_t begin, int64_t end) { cpu::backward<scalar_t>(grad, where, mask, y, inside, outside, begin, end); });
+      const at::Tensor&, Dtype dtype, const void* grad, const Where& where, const uint8_t* mask, void* y, double inside,
+      double outside, int64_t n) {
+    parallel(n, [&](int64_t begin, int64_t end) { cpu::backward(dtype, grad, where, mask, y, inside, outside, begin, end); });
   }
 };
 
@@ -97,18 +104,19 @@ struct Cuda {
     return at::Tensor(at::detail::empty_cuda({bytes}, at::kByte, like.device(), std::nullopt));
   }
 
-  template <class F, class scalar_t>
-  static void forward(const at::Tensor& output, F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t n) {
+  static void forward(
+      const at::Tensor& output, Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y,
+      uint8_t* mask, int64_t n) {
     const c10::cuda::CUDAGuard guard(output.device());
-    check_launch(cuda::forward<F, scalar_t>(f, x, rows, y, mask, n, c10::cuda::getCurrentCUDAStream()));
+    check_launch(cuda::forward(formula, dtype, activation, x, rows, y, mask, n, c10::cuda::getCurrentCUDAStream()));
   }
 
-  template <class scalar_t, class Where, class T>
+  template <class Where>
   static void backward(
-      const at::Tensor& output, const scalar_t* grad, const Where& where, const uint8_t* mask, scalar_t* y, T inside, T outside,
-      int64_t n) {
+      const at::Tensor& output, Dtype dtype, const void* grad, const Where& where, const uint8_t* mask, void* y, double inside,
+      double outside, int64_t n) {
     const c10::cuda::CUDAGuard guard(output.device());
-    check_launch(cuda::backward<scalar_t>(grad, where, mask, y, inside, outside, n, c10::cuda::getCurrentCUDAStream()));
+    check_launch(cuda::backward(dtype, grad, where, mask, y, inside, outside, n, c10::cuda::getCurrentCUDAStream()));
   }
 
   static void check_launch(cudaError_t error) {
@@ -134,9 +142,10 @@ void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parame
   }
   const Source source = source_of(self, output);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, output.scalar_type(), Op::name, [&] {
+    const typename Op::template Activation<scalar_t, Backend::device> activation(parameters...);
     Backend::forward(
-        output, typename Op::template Activation<scalar_t, Backend::device>(parameters...), const_data<scalar_t>(source.tensor),
-        source.rows, mutable_data<scalar_t>(output), mask, output.numel());
+        output, Op::formula, dtype_of<scalar_t>, &activation, const_data<scalar_t>(source.tensor), source.rows,
+        mutable_data<scalar_t>(output), mask, output.numel());
   });
 }
 
@@ -189,10 +198,9 @@ at::Tensor packed_backward(
   }
   const auto run = [&](const auto& where) {
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, output.scalar_type(), "masked_scale", [&] {
-      using T = opmath_t<scalar_t>;
       Backend::backward(
-          output, const_data<scalar_t>(grad), where, const_data<uint8_t>(mask), mutable_data<scalar_t>(output),
-          static_cast<T>(inside), static_cast<T>(outside), output.numel());
+          output, dtype_of<scalar_t>, const_data<scalar_t>(grad), where, const_data<uint8_t>(mask),
+          mutable_data<scalar_t>(output), inside, outside, output.numel());
     });
   };
   const at::IntArrayRef order = mask_strides ? *mask_strides : output.strides();

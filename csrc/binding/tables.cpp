@@ -432,9 +432,9 @@ Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_co
 namespace {
 
 #if defined(FASTACT_CUDA)
-template <class scalar_t, int factors>
+template <class scalar_t>
 void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& code, const Tensor& result) {
-  const auto slopes = by_number<Factors<factors>>(tables, tables.slopes, tables.direct);
+  const auto slopes = by_number<float>(tables, tables.slopes, tables.direct);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto* from = const_data<scalar_t>(grad);
   const auto* bytes = const_data<uint8_t>(code);
@@ -442,10 +442,12 @@ void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const
   const bool in_order =
       agree(output.sizes(), grad.strides(), output.strides()) && agree(output.sizes(), result.strides(), output.strides());
   Cuda::check_launch(
-      in_order ? cuda::scale<scalar_t, factors>(slopes, from, patterns(output), bytes, tables.bits, to, output.numel(), stream)
-               : cuda::scale<scalar_t, factors>(
-                     slopes, from, walk_of(grad, output.strides(), result), patterns(output), bytes, tables.bits, to,
-                     output.numel(), stream));
+      in_order ? cuda::scale(
+                     dtype_of<scalar_t>, slopes, tables.factors, from, patterns(output), bytes, tables.bits, to, output.numel(),
+                     stream)
+               : cuda::scale(
+                     dtype_of<scalar_t>, slopes, tables.factors, from, walk_of(grad, output.strides(), result),
+                     patterns(output), bytes, tables.bits, to, output.numel(), stream));
 }
 #endif
 
@@ -462,10 +464,8 @@ Tensor backward(
                                 : Cuda::empty_strided(grad, elementwise_strides(grad.sizes(), grad.strides(), input_strides));
     if (result.numel() > 0) {
       const c10::cuda::CUDAGuard guard(output.device());
-      AT_DISPATCH_REDUCED_FLOATING_TYPES(output.scalar_type(), "code_backward", [&] {
-        tables.factors == 1 ? scale<scalar_t, 1>(tables, grad, output, code, result)
-                            : scale<scalar_t, 2>(tables, grad, output, code, result);
-      });
+      AT_DISPATCH_REDUCED_FLOATING_TYPES(
+          output.scalar_type(), "code_backward", [&] { scale<scalar_t>(tables, grad, output, code, result); });
     }
     return result;
   }

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../mask.h"
+#include "../typed.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -234,7 +235,7 @@ inline void scale_block(
 }  // namespace
 
 template <class F, class scalar_t>
-FASTACT_CLONES void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t begin, int64_t end) {
+FASTACT_CLONES void forward_range(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t begin, int64_t end) {
   using T = opmath_t<scalar_t>;
   for (; begin < end; begin += kBlock) {
     const int64_t count = std::min(kBlock, end - begin);
@@ -255,7 +256,7 @@ FASTACT_CLONES void forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint
 
 // Flattened: what is not inlined into a clone runs on the lowest instruction set, and takes three times as long.
 template <class scalar_t>
-FASTACT_CLONES __attribute__((flatten)) void backward(
+FASTACT_CLONES __attribute__((flatten)) void backward_range(
     const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
     int64_t begin, int64_t end) {
   for (; begin < end; begin += kBlock) {
@@ -267,7 +268,7 @@ FASTACT_CLONES __attribute__((flatten)) void backward(
 }
 
 template <class scalar_t>
-FASTACT_CLONES __attribute__((flatten)) void backward(
+FASTACT_CLONES __attribute__((flatten)) void backward_range(
     const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
     opmath_t<scalar_t> outside, int64_t begin, int64_t end) {
   for (; begin < end; begin += kBlock) {
@@ -287,24 +288,45 @@ FASTACT_CLONES __attribute__((flatten)) void backward(
   }
 }
 
-#define INSTANTIATE_FORWARD(F, scalar_t)                     \
-  template void forward<F<scalar_t, Device::cpu>, scalar_t>( \
-      F<scalar_t, Device::cpu>, const scalar_t*, Rows, scalar_t*, uint8_t*, int64_t, int64_t);
-#define ACTIVATION(op, overload, F, parameters, pytorch) \
-  INSTANTIATE_FORWARD(F, double)                         \
-  INSTANTIATE_FORWARD(F, float)                          \
-  INSTANTIATE_FORWARD(F, c10::Half)                      \
-  INSTANTIATE_FORWARD(F, c10::BFloat16)
-#include "../family.def"
+void forward(
+    Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y, uint8_t* mask, int64_t begin,
+    int64_t end) {
+  with_type(dtype, [&](auto type) {
+    using scalar_t = typename decltype(type)::type;
+    with_activation<Device::cpu, scalar_t>(formula, activation, [&](const auto& f) {
+      forward_range(f, static_cast<const scalar_t*>(x), rows, static_cast<scalar_t*>(y), mask, begin, end);
+    });
+  });
+}
 
-#define INSTANTIATE_BACKWARD(scalar_t)                                                                             \
-  template void backward<scalar_t>(                                                                                \
-      const scalar_t*, Rows, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, int64_t); \
-  template void backward<scalar_t>(                                                                                \
-      const scalar_t*, const Walk&, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, int64_t);
-INSTANTIATE_BACKWARD(double)
-INSTANTIATE_BACKWARD(float)
-INSTANTIATE_BACKWARD(c10::Half)
-INSTANTIATE_BACKWARD(c10::BFloat16)
+namespace {
+
+// `Where` is Rows or Walk.
+template <class Where>
+void backward_as(
+    Dtype dtype, const void* grad, const Where& where, const uint8_t* mask, void* y, double inside, double outside,
+    int64_t begin, int64_t end) {
+  with_type(dtype, [&](auto type) {
+    using scalar_t = typename decltype(type)::type;
+    using T = opmath_t<scalar_t>;
+    backward_range(
+        static_cast<const scalar_t*>(grad), where, mask, static_cast<scalar_t*>(y), static_cast<T>(inside),
+        static_cast<T>(outside), begin, end);
+  });
+}
+
+}  // namespace
+
+void backward(
+    Dtype dtype, const void* grad, Rows rows, const uint8_t* mask, void* y, double inside, double outside, int64_t begin,
+    int64_t end) {
+  backward_as(dtype, grad, rows, mask, y, inside, outside, begin, end);
+}
+
+void backward(
+    Dtype dtype, const void* grad, const Walk& walk, const uint8_t* mask, void* y, double inside, double outside, int64_t begin,
+    int64_t end) {
+  backward_as(dtype, grad, walk, mask, y, inside, outside, begin, end);
+}
 
 }  // namespace fastact::cpu

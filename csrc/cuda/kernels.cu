@@ -1,5 +1,6 @@
 // The GPU's kernels: a thread loads one 16-byte vector, computes, and stores one. Only where a tensor is small it does two.
 #include "../mask.h"
+#include "../typed.h"
 #include "access.cuh"
 
 namespace fastact::cuda {
@@ -140,65 +141,61 @@ __global__ void __launch_bounds__(kThreads<scalar_t>) backward_walk_kernel(
 
 }  // namespace
 
-template <class F, class scalar_t>
-cudaError_t forward(F f, const scalar_t* x, Rows rows, scalar_t* y, uint8_t* mask, int64_t n, cudaStream_t stream) {
-  with_constant(mask != nullptr, [&](auto with_mask) {
-    with_access(x, rows, y, [&](auto access) {
-      const auto launch = [&](auto vectors) {
-        forward_kernel<with_mask.value, access.value, vectors.value>
-            <<<blocks<scalar_t, vectors.value>(n), kThreads<scalar_t>, 0, stream>>>(f, x, RowIndex(rows, n), y, mask, n);
-      };
-      if constexpr (!with_mask.value && access.value == Access::aligned) {
-        if (n * static_cast<int64_t>(sizeof(scalar_t)) <= kSmallBytes) {
-          return launch(Constant<2>());
-        }
-      }
-      launch(Constant<1>());
+cudaError_t forward(
+    Formula formula, Dtype dtype, const void* activation, const void* input, Rows rows, void* output, uint8_t* mask, int64_t n,
+    cudaStream_t stream) {
+  with_type(dtype, [&](auto type) {
+    using scalar_t = typename decltype(type)::type;
+    const auto* x = static_cast<const scalar_t*>(input);
+    auto* y = static_cast<scalar_t*>(output);
+    with_activation<Device::cuda, scalar_t>(formula, activation, [&](const auto& f) {
+      with_constant(mask != nullptr, [&](auto with_mask) {
+        with_access(x, rows, y, [&](auto access) {
+          const auto launch = [&](auto vectors) {
+            forward_kernel<with_mask.value, access.value, vectors.value>
+                <<<blocks<scalar_t, vectors.value>(n), kThreads<scalar_t>, 0, stream>>>(f, x, RowIndex(rows, n), y, mask, n);
+          };
+          if constexpr (!with_mask.value && access.value == Access::aligned) {
+            if (n * static_cast<int64_t>(sizeof(scalar_t)) <= kSmallBytes) {
+              return launch(Constant<2>());
+            }
+          }
+          launch(Constant<1>());
+        });
+      });
     });
   });
   return cudaGetLastError();
 }
 
-template <class scalar_t>
 cudaError_t backward(
-    const scalar_t* grad, Rows rows, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside, opmath_t<scalar_t> outside,
-    int64_t n, cudaStream_t stream) {
-  with_constant(inside == 1 && outside == 0, [&](auto selects) {
-    with_access(grad, rows, y, [&](auto access) {
-      backward_kernel<selects.value, access.value>
-          <<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(grad, RowIndex(rows, n), mask, y, inside, outside, n);
+    Dtype dtype, const void* grad, Rows rows, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
+    cudaStream_t stream) {
+  with_type(dtype, [&](auto type) {
+    using scalar_t = typename decltype(type)::type;
+    using T = opmath_t<scalar_t>;
+    with_constant(inside == 1 && outside == 0, [&](auto selects) {
+      with_access(grad, rows, y, [&](auto access) {
+        backward_kernel<selects.value, access.value><<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(
+            static_cast<const scalar_t*>(grad), RowIndex(rows, n), mask, static_cast<scalar_t*>(y), static_cast<T>(inside),
+            static_cast<T>(outside), n);
+      });
     });
   });
   return cudaGetLastError();
 }
 
-template <class scalar_t>
 cudaError_t backward(
-    const scalar_t* grad, const Walk& walk, const uint8_t* mask, scalar_t* y, opmath_t<scalar_t> inside,
-    opmath_t<scalar_t> outside, int64_t n, cudaStream_t stream) {
-  backward_walk_kernel<<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(
-      grad, WalkIndex(walk, n), mask, y, inside, outside, n);
+    Dtype dtype, const void* grad, const Walk& walk, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
+    cudaStream_t stream) {
+  with_type(dtype, [&](auto type) {
+    using scalar_t = typename decltype(type)::type;
+    using T = opmath_t<scalar_t>;
+    backward_walk_kernel<<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(
+        static_cast<const scalar_t*>(grad), WalkIndex(walk, n), mask, static_cast<scalar_t*>(y), static_cast<T>(inside),
+        static_cast<T>(outside), n);
+  });
   return cudaGetLastError();
 }
-
-#define INSTANTIATE_FORWARD(F, scalar_t)                             \
-  template cudaError_t forward<F<scalar_t, Device::cuda>, scalar_t>( \
-      F<scalar_t, Device::cuda>, const scalar_t*, Rows, scalar_t*, uint8_t*, int64_t, cudaStream_t);
-#define ACTIVATION(op, overload, F, parameters, pytorch) \
-  INSTANTIATE_FORWARD(F, double)                         \
-  INSTANTIATE_FORWARD(F, float)                          \
-  INSTANTIATE_FORWARD(F, c10::Half)                      \
-  INSTANTIATE_FORWARD(F, c10::BFloat16)
-#include "../family.def"
-
-#define INSTANTIATE_BACKWARD(scalar_t)                                                                                  \
-  template cudaError_t backward<scalar_t>(                                                                              \
-      const scalar_t*, Rows, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, cudaStream_t); \
-  template cudaError_t backward<scalar_t>(                                                                              \
-      const scalar_t*, const Walk&, const uint8_t*, scalar_t*, opmath_t<scalar_t>, opmath_t<scalar_t>, int64_t, cudaStream_t);
-INSTANTIATE_BACKWARD(double)
-INSTANTIATE_BACKWARD(float)
-INSTANTIATE_BACKWARD(c10::Half)
-INSTANTIATE_BACKWARD(c10::BFloat16)
 
 }  // namespace fastact::cuda

@@ -2,6 +2,7 @@
 #include "../lookup.h"
 
 #include "../code.h"
+#include "../typed.h"
 #include "access.cuh"
 
 namespace fastact::cuda {
@@ -56,6 +57,11 @@ __global__ void __launch_bounds__(kThreads<uint16_t>)
     x[first + i] = inputs.list[inputs.first[y[first + i]] + numbers.get(i)];
   }
 }
+
+template <int factors>
+struct alignas(factors * sizeof(float)) Factors {
+  float factor[factors];
+};
 
 // By the read-only path.
 template <int factors>
@@ -160,43 +166,57 @@ cudaError_t decode(
   return cudaGetLastError();
 }
 
-template <class scalar_t, int factors>
+namespace {
+
+// Calls launch(slopes) with the table of as many factors as an input has.
+template <class Launch>
+void with_factors(ByNumber<float> slopes, int factors, const Launch& launch) {
+  const auto as = [&](auto constant) {
+    using Entry = const Factors<constant.value>*;
+    launch(
+        ByNumber<Factors<constant.value>>{
+            slopes.first, reinterpret_cast<Entry>(slopes.list), reinterpret_cast<Entry>(slopes.direct)});
+  };
+  factors == 1 ? as(Constant<1>()) : as(Constant<2>());
+}
+
+}  // namespace
+
 cudaError_t scale(
-    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const uint16_t* y, const uint8_t* code, int bits, scalar_t* to,
-    int64_t n, cudaStream_t stream) {
+    Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const uint16_t* y, const uint8_t* code, int bits,
+    void* to, int64_t n, cudaStream_t stream) {
   if (!is_aligned(grad) || !is_aligned(y)) {
     Walk walk;
     walk.dims = 1;
     walk.size[0] = n;
     walk.grad[0] = walk.mask[0] = 1;
-    return scale<scalar_t, factors>(slopes, grad, walk, y, code, bits, to, n, stream);
+    return scale(dtype, slopes, factors, grad, walk, y, code, bits, to, n, stream);
   }
-  with_bits(bits, [&](auto bits_) {
-    scale_kernel<bits_.value><<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(slopes, grad, y, code, to, n);
+  with_half_type(dtype, [&](auto type) {
+    using scalar_t = typename decltype(type)::type;
+    with_factors(slopes, factors, [&](auto table) {
+      with_bits(bits, [&](auto bits_) {
+        scale_kernel<bits_.value><<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(
+            table, static_cast<const scalar_t*>(grad), y, code, static_cast<scalar_t*>(to), n);
+      });
+    });
   });
   return cudaGetLastError();
 }
 
-template <class scalar_t, int factors>
 cudaError_t scale(
-    ByNumber<Factors<factors>> slopes, const scalar_t* grad, const Walk& walk, const uint16_t* y, const uint8_t* code, int bits,
-    scalar_t* to, int64_t n, cudaStream_t stream) {
-  with_bits(bits, [&](auto bits_) {
-    scale_walk_kernel<bits_.value>
-        <<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(slopes, grad, WalkIndex(walk, n), y, code, to, n);
+    Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const Walk& walk, const uint16_t* y,
+    const uint8_t* code, int bits, void* to, int64_t n, cudaStream_t stream) {
+  with_half_type(dtype, [&](auto type) {
+    using scalar_t = typename decltype(type)::type;
+    with_factors(slopes, factors, [&](auto table) {
+      with_bits(bits, [&](auto bits_) {
+        scale_walk_kernel<bits_.value><<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(
+            table, static_cast<const scalar_t*>(grad), WalkIndex(walk, n), y, code, static_cast<scalar_t*>(to), n);
+      });
+    });
   });
   return cudaGetLastError();
 }
-
-#define INSTANTIATE_SCALE(scalar_t, factors)                                                                                \
-  template cudaError_t scale<scalar_t, factors>(                                                                            \
-      ByNumber<Factors<factors>>, const scalar_t*, const uint16_t*, const uint8_t*, int, scalar_t*, int64_t, cudaStream_t); \
-  template cudaError_t scale<scalar_t, factors>(                                                                            \
-      ByNumber<Factors<factors>>, const scalar_t*, const Walk&, const uint16_t*, const uint8_t*, int, scalar_t*, int64_t,   \
-      cudaStream_t);
-INSTANTIATE_SCALE(c10::Half, 1)
-INSTANTIATE_SCALE(c10::Half, 2)
-INSTANTIATE_SCALE(c10::BFloat16, 1)
-INSTANTIATE_SCALE(c10::BFloat16, 2)
 
 }  // namespace fastact::cuda
