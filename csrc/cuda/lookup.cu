@@ -92,9 +92,8 @@ __device__ scalar_t times(scalar_t grad, const Factors<factors>& slope) {
   return __float_as_uint(slope.factor[0]) == 0x80000000u ? scalar_t(0) : static_cast<scalar_t>(product);
 }
 
-// One block at least: left to itself, ptxas saves registers for more blocks' sake and spills two of them on some architectures.
 template <int bits, class scalar_t, int factors>
-__global__ void __launch_bounds__(kThreads<scalar_t>, 1) scale_kernel(
+__global__ void __launch_bounds__(kThreads<scalar_t>) scale_kernel(
     ByNumber<Factors<factors>> slopes, const scalar_t* grad, const uint16_t* y, const uint8_t* code, scalar_t* to, int64_t n) {
   const int64_t first = first_element<scalar_t>();
   if (first >= n) {
@@ -168,6 +167,15 @@ cudaError_t decode(
 
 namespace {
 
+// Calls launch(Constant) with a code's number of bits: one of two in either dtype. (The kernel that no code needs, of 10 bits
+// in bfloat16, is the one for which ptxas would spill registers on sm_90.)
+template <class scalar_t, class Launch>
+void with_bits_of(int bits, const Launch& launch) {
+  constexpr bool is_half = std::is_same_v<scalar_t, c10::Half>;
+  constexpr int fewer = is_half ? 8 : 5, more = is_half ? 10 : 8;
+  bits == fewer ? launch(Constant<fewer>()) : launch(Constant<more>());
+}
+
 // Calls launch(slopes) with the table of as many factors as an input has.
 template <class Launch>
 void with_factors(ByNumber<float> slopes, int factors, const Launch& launch) {
@@ -195,7 +203,7 @@ cudaError_t scale(
   with_half_type(dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     with_factors(slopes, factors, [&](auto table) {
-      with_bits(bits, [&](auto bits_) {
+      with_bits_of<scalar_t>(bits, [&](auto bits_) {
         scale_kernel<bits_.value><<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(
             table, static_cast<const scalar_t*>(grad), y, code, static_cast<scalar_t*>(to), n);
       });
@@ -210,7 +218,7 @@ cudaError_t scale(
   with_half_type(dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     with_factors(slopes, factors, [&](auto table) {
-      with_bits(bits, [&](auto bits_) {
+      with_bits_of<scalar_t>(bits, [&](auto bits_) {
         scale_walk_kernel<bits_.value><<<blocks<scalar_t>(n), kThreads<scalar_t>, 0, stream>>>(
             table, static_cast<const scalar_t*>(grad), WalkIndex(walk, n), y, code, static_cast<scalar_t*>(to), n);
       });
