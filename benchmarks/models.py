@@ -8,11 +8,13 @@ results of the same commit stay.
 
 import argparse
 import copy
+import gc
 import json
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -138,7 +140,7 @@ class Model:
 
 
 IMAGE = 3, 224, 224
-HALF = (torch.bfloat16,)
+Smooth = partial(Model, dtypes=(torch.bfloat16,), compiled=True)
 MODELS = {
     "mobilenet_v2": Model(lambda: from_torchvision("mobilenet_v2"), (256, *IMAGE)),
     "mobilenet_v3_large": Model(lambda: from_torchvision("mobilenet_v3_large"), (256, *IMAGE), compiled=True),
@@ -151,26 +153,22 @@ MODELS = {
     "googlenet": Model(lambda: from_torchvision("googlenet", aux_logits=False, init_weights=False), (256, *IMAGE)),
     "resnet50": Model(lambda: from_torchvision("resnet50"), (128, *IMAGE)),
     # SiLU and GELU, from a few bits in bfloat16.
-    "efficientnet_b0": Model(lambda: from_torchvision("efficientnet_b0"), (128, *IMAGE), HALF, compiled=True),
-    "efficientnet_v2_s": Model(lambda: from_torchvision("efficientnet_v2_s"), (64, *IMAGE), HALF, compiled=True),
-    "convnext_tiny": Model(lambda: from_torchvision("convnext_tiny"), (64, *IMAGE), HALF, compiled=True),
-    "vit_b_16": Model(lambda: from_torchvision("vit_b_16"), (64, *IMAGE), HALF, compiled=True),
-    "swin_t": Model(lambda: from_torchvision("swin_t"), (64, *IMAGE), HALF, compiled=True),
-    "timm mobilevit_s": Model(lambda: from_timm("mobilevit_s"), (64, 3, 256, 256), HALF, compiled=True),
-    "YOLO-like": Model(yolo_like, (64, 3, 320, 320), HALF, compiled=True),
-    "BERT-base": Model(
+    "efficientnet_b0": Smooth(lambda: from_torchvision("efficientnet_b0"), (128, *IMAGE)),
+    "efficientnet_v2_s": Smooth(lambda: from_torchvision("efficientnet_v2_s"), (64, *IMAGE)),
+    "convnext_tiny": Smooth(lambda: from_torchvision("convnext_tiny"), (64, *IMAGE)),
+    "vit_b_16": Smooth(lambda: from_torchvision("vit_b_16"), (64, *IMAGE)),
+    "swin_t": Smooth(lambda: from_torchvision("swin_t"), (64, *IMAGE)),
+    "timm mobilevit_s": Smooth(lambda: from_timm("mobilevit_s"), (64, 3, 256, 256)),
+    "YOLO-like": Smooth(yolo_like, (64, 3, 320, 320)),
+    "BERT-base": Smooth(
         lambda: Language("BertForSequenceClassification", "BertConfig", hidden_act="gelu"),
         (32, 512),
-        HALF,
-        30522,
-        compiled=True,
+        vocabulary=30522,
     ),
-    "GPT-2": Model(
+    "GPT-2": Smooth(
         lambda: Language("GPT2ForSequenceClassification", "GPT2Config", activation_function="gelu_pytorch_tanh"),
         (16, 1024),
-        HALF,
-        50257,
-        compiled=True,
+        vocabulary=50257,
     ),
 }
 
@@ -271,6 +269,9 @@ def compare(before, after, peak_before, peak_after):
 
 
 def measure(name, model, dtype):
+    gc.collect()
+    torch.cuda.empty_cache()
+    earlier = torch.cuda.memory_allocated()  # what still holds on to some of the models before
     batch = model.batch("cuda")
     trainings = [Training(m, batch, dtype) for m in both(model, dtype)]
     with deterministic():
@@ -283,15 +284,11 @@ def measure(name, model, dtype):
         trainings.append(Training(copy.deepcopy(trainings[0].model), batch, dtype, torch.compile))
         for _ in range(2):  # compiles
             trainings[-1]()
-    peaks = [training.peak([other for other in trainings if other is not training]) for training in trainings]
+    peaks = [training.peak([other for other in trainings if other is not training]) - earlier for training in trainings]
     times = alternate(StepClock(), *trainings)
-    compiled = [
-        {"compiled_ms": round(time.median / 1e3, 3), "compiled_gib": round(peak / GIB, 3)}
-        for time, peak in zip(times[2:], peaks[2:], strict=True)
-    ]
     key = name, str(dtype).removeprefix("torch.")
     time_at_most, memory_at_most = OWED.get(key, (None, None))
-    return {
+    row = {
         **dict(zip(("model", "dtype"), key, strict=True)),
         "mode": "eager",
         "batch": model.shape[0],
@@ -299,8 +296,10 @@ def measure(name, model, dtype):
         **compare(*times[:2], *peaks[:2]),
         "time_at_most": time_at_most,
         "memory_at_most": memory_at_most,
-        **dict(*compiled),
     }
+    if len(trainings) > 2:
+        row |= {"compiled_ms": round(times[2].median / 1e3, 3), "compiled_gib": round(peaks[2] / GIB, 3)}
+    return row
 
 
 def fits(model, images):
@@ -385,7 +384,6 @@ def main():
         rows.append(measure(name, MODELS[name], dtype))
         rows.sort(key=lambda row: list(MODELS).index(row["model"]))
         record.write(path, {**origin, "largest_batch": largest, "rows": rows})
-        torch.cuda.empty_cache()
     draw_models(path)
     print(table(rows))
     print(
