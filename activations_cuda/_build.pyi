@@ -1,7 +1,6 @@
-"""What setup.py writes beside the compiled module."""
+"""What setup.py writes beside the compiled modules."""
 
 version: str
 commit: str | None
-torch: str
-cuda: str | None
+bindings: dict[str, tuple[str, str | None]]  # the folder of each: for which torch, with which CUDA
 archs: list[str]

@@ -1,7 +1,9 @@
-"""Loads the compiled library, which registers the ops, after making sure that it was built for this torch."""
+"""Loads the compiled module, which registers the ops: of those that were built, the one for this torch."""
 
 import re
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,30 +21,40 @@ version = _build.version
 MEND = "pip install --no-build-isolation --force-reinstall --no-deps . in its source tree"
 
 
-def _describe(torch_version, cuda):
+def _describe(torch_version: str, cuda: str | None) -> str:
     return f"torch {torch_version} ({f'CUDA {cuda}' if cuda else 'CPU'})"
 
 
-def _interface(torch_version):
-    """What a library is built for: all patch releases of a minor version, or one development build alone."""
+def _interface(torch_version: str) -> str:
+    """What a module is built for: all patch releases of a minor version, or one development build alone."""
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+.*)?", torch_version)
     return release[1] if release else torch_version
 
 
-def check_torch(running_torch, running_cuda):
-    """Raise ImportError unless a library built for this torch minor version and CUDA major version serves the running one."""
-    same_torch = _interface(running_torch) == _interface(_build.torch)
-    same_cuda = _build.cuda is None or (running_cuda or "").split(".")[0] == _build.cuda.split(".")[0]
-    if not (same_torch and same_cuda):
-        raise ImportError(
-            f"activations_cuda {version} was built for {_describe(_build.torch, _build.cuda)}, but "
-            f"{_describe(running_torch, running_cuda)} is installed. Build it for this torch: {MEND}"
-        )
+def find_binding(running_torch: str, running_cuda: str | None) -> str:
+    """The folder of the module for this torch minor version and CUDA major version.
+
+    What was built without CUDA alone serves builds of torch with CUDA too.
+
+    Raises:
+        ImportError: There is none.
+    """
+    built_with_cuda = any(cuda for _, cuda in _build.bindings.values())
+    for folder, (built_torch, built_cuda) in _build.bindings.items():
+        same_torch = _interface(built_torch) == _interface(running_torch)
+        same_cuda = (built_cuda or "").split(".")[0] == (running_cuda or "").split(".")[0]
+        if same_torch and (same_cuda or not built_with_cuda):
+            return folder
+    built = ", ".join(_describe(*binding) for binding in _build.bindings.values())
+    raise ImportError(
+        f"activations_cuda {version} was built for {built}, but {_describe(running_torch, running_cuda)} is installed. Build "
+        f"it for this torch: {MEND}"
+    )
 
 
-def check_gpus():
+def check_gpus(built_cuda: str | None) -> None:
     """Warn where a build without CUDA meets a GPU, which setup.py can't say aloud: pip hides what it prints."""
-    if _build.cuda is None and torch.version.cuda is not None and torch.cuda.device_count() > 0:
+    if built_cuda is None and torch.version.cuda is not None and torch.cuda.device_count() > 0:
         warnings.warn(
             f"activations_cuda {version} was built without CUDA: on this machine's GPU it computes by PyTorch's ops, and keeps "
             f"a byte per element. Build it with CUDA, which needs its toolkit: FORCE_CUDA=1 {MEND}",
@@ -50,9 +62,12 @@ def check_gpus():
         )
 
 
-check_torch(torch.__version__, torch.version.cuda)
-check_gpus()
+_folder = find_binding(torch.__version__, torch.version.cuda)
+built_torch, built_cuda = _build.bindings[_folder]
+check_gpus(built_cuda)
 
+# All are activations_cuda._C, each in a folder of its own.
+sys.modules["activations_cuda"].__path__.append(str(Path(__file__).with_name(_folder)))
 from activations_cuda import _C  # noqa: E402
 
 
@@ -61,16 +76,16 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         dict: ``version`` of this package and the git ``commit`` it was built from (None outside of a checkout); ``torch``
-        version it was compiled against; ``cuda`` version of that torch and ``cuda_toolkit`` that compiled the kernels (both
-        None in a CPU build); ``archs``, the GPU architectures it holds code for, as in TORCH_CUDA_ARCH_LIST; ``compiler`` of
-        the host code.
+        version that what serves this torch was compiled against; ``cuda`` version of that torch and ``cuda_toolkit`` that
+        compiled the kernels (both None in a CPU build); ``archs``, the GPU architectures it holds code for, as in
+        TORCH_CUDA_ARCH_LIST; ``compiler`` of the host code.
     """
     return {
         "version": version,
         "commit": _build.commit,
-        "torch": _build.torch,
-        "cuda": _build.cuda,
+        "torch": built_torch,
+        "cuda": built_cuda,
         "cuda_toolkit": _C.cuda_toolkit,
-        "archs": list(_build.archs),
+        "archs": list(_build.archs) if built_cuda else [],
         "compiler": _C.compiler,
     }

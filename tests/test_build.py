@@ -30,41 +30,55 @@ def test_build_info():
         assert info["archs"]
 
 
+def bindings(*built):
+    return {f"binding {i}": each for i, each in enumerate(built)}
+
+
+FIVE = [(f"2.{minor}.0", cuda) for minor in range(11, 16) for cuda in ("13.0", None)]
+
+
 @pytest.mark.parametrize(
     "built, running",
     [
-        (("2.11.0", None), ("2.13.0+cpu", None)),
-        (("2.11.0", "13.0"), ("2.11.0+cpu", None)),
-        (("2.11.0", "13.0"), ("2.11.0+cu126", "12.6")),
-        (("2.16.0.dev20261101+cpu", None), ("2.16.0.dev20261102+cpu", None)),
-        (("2.16.0a0+git1234567", None), ("2.16.0a0+git7654321", None)),
-        (("2.16.0rc1", None), ("2.16.0", None)),
+        ([("2.11.0", None)], ("2.13.0+cpu", None)),
+        ([("2.11.0", "13.0")], ("2.11.0+cpu", None)),
+        ([("2.11.0", "13.0")], ("2.11.0+cu126", "12.6")),
+        ([("2.16.0.dev20261101+cpu", None)], ("2.16.0.dev20261102+cpu", None)),
+        ([("2.16.0a0+git1234567", None)], ("2.16.0a0+git7654321", None)),
+        ([("2.16.0rc1", None)], ("2.16.0", None)),
+        (FIVE, ("2.10.0+cpu", None)),
+        (FIVE, ("2.16.0+cu132", "13.2")),
+        (FIVE, ("2.13.0+cu126", "12.6")),
+        (FIVE, ("2.15.0.dev20261101+cu132", "13.2")),
     ],
 )
 def test_another_torch_is_refused(monkeypatch, built, running):
-    monkeypatch.setattr(_build, "torch", built[0])
-    monkeypatch.setattr(_build, "cuda", built[1])
+    monkeypatch.setattr(_build, "bindings", bindings(*built))
     with pytest.raises(ImportError) as raised:
-        _load.check_torch(*running)
+        _load.find_binding(*running)
     message = str(raised.value)
-    assert f"built for torch {built[0]}" in message
-    assert f"torch {running[0]}" in message
+    for version, cuda in built:
+        assert f"torch {version} ({f'CUDA {cuda}' if cuda else 'CPU'})" in message.partition("but")[0]
+    assert f"torch {running[0]}" in message.partition("but")[2]
     assert "pip install --no-build-isolation" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
-    "built, running",
+    "built, running, index",
     [
-        (("2.11.0", None), ("2.11.1+cu130", "13.0")),
-        (("2.11.0", "13.0"), ("2.11.2", "13.1")),
-        (("2.11.0+cpu", None), ("2.11.0.post1", None)),
-        (("2.16.0a0+git1234567", None), ("2.16.0a0+git1234567", None)),
+        ([("2.11.0", None)], ("2.11.1+cu130", "13.0"), 0),
+        ([("2.11.0", "13.0")], ("2.11.2", "13.1"), 0),
+        ([("2.11.0+cpu", None)], ("2.11.0.post1", None), 0),
+        ([("2.16.0a0+git1234567", None)], ("2.16.0a0+git1234567", None), 0),
+        (FIVE, ("2.11.0+cu130", "13.0"), 0),
+        (FIVE, ("2.13.0+cpu", None), 5),
+        (FIVE, ("2.15.1+cu132", "13.2"), 8),
     ],
 )
-def test_another_patch_release_is_served(monkeypatch, built, running):
-    monkeypatch.setattr(_build, "torch", built[0])
-    monkeypatch.setattr(_build, "cuda", built[1])
-    _load.check_torch(*running)
+def test_the_binding_for_a_torch(monkeypatch, built, running, index):
+    monkeypatch.setattr(_build, "bindings", bindings(*built))
+    assert _load.find_binding(*running) == f"binding {index}"
 
 
 @pytest.mark.parametrize(
@@ -72,10 +86,9 @@ def test_another_patch_release_is_served(monkeypatch, built, running):
     [(None, "13.0", 1, True), (None, "13.0", 0, False), (None, None, 1, False), ("13.0", "13.0", 1, False)],
 )
 def test_a_cpu_build_beside_a_gpu_warns(monkeypatch, recwarn, built, running, gpus, warns):
-    monkeypatch.setattr(_build, "cuda", built)
     monkeypatch.setattr(torch.version, "cuda", running)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    _load.check_gpus()
+    _load.check_gpus(built)
     assert [str(warning.message).count("built without CUDA") for warning in recwarn] == [1] * warns
     assert all("FORCE_CUDA=1 pip install" in str(warning.message) for warning in recwarn)
 
@@ -84,7 +97,7 @@ def test_import_under_another_torch():
     result = run(sys.executable, "-c", "import torch; torch.__version__ = '1.13.1'; import activations_cuda", cwd=Path.home())
     assert result.returncode != 0
     assert "ImportError: activations_cuda" in result.stderr
-    assert f"built for torch {_build.torch}" in result.stderr
+    assert f"torch {_load.built_torch}" in result.stderr
     assert "torch 1.13.1" in result.stderr
 
 
@@ -171,7 +184,7 @@ def test_a_toolkit_of_another_major_version(force, tmp_path):
 
 
 @FROM_SOURCE
-@pytest.mark.skipif(_build.cuda is None, reason="needs a CUDA build")
+@pytest.mark.skipif(_load.built_cuda is None, reason="needs a CUDA build")
 def test_architectures():
     unset = setup(TORCH_CUDA_ARCH_LIST="").stdout.split()[-1]
     flags = torch._C._cuda_getArchFlags().split()
@@ -183,7 +196,7 @@ def test_architectures():
 
 
 @FROM_SOURCE
-@pytest.mark.skipif(_build.cuda is None, reason="needs a CUDA build")
+@pytest.mark.skipif(_load.built_cuda is None, reason="needs a CUDA build")
 def test_a_toolkit_older_than_torchs(tmp_path):
     """Is asked for no architecture that it doesn't know."""
     older = toolkit(tmp_path, torch.version.cuda, "compute_75", "compute_80", "compute_86")

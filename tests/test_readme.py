@@ -29,7 +29,7 @@ def test_commands():
     targets = re.findall(r"^    make ([\w-]+)", TEXT, re.MULTILINE)
     assert targets
     for target in targets:
-        assert f"\n{target}: " in makefile
+        assert f"\n{target}:" in makefile
 
 
 @FROM_SOURCE

@@ -24,6 +24,10 @@
 
 namespace py = pybind11;
 
+// Where std::shared_ptr would ask the C library, since 2.32, whether there are threads yet: there are.
+extern "C" char __libc_single_threaded;
+char __libc_single_threaded = 0;
+
 namespace fastact {
 namespace {
 
