@@ -152,7 +152,7 @@ else:
         os.environ["TORCH_CUDA_ARCH_LIST"] = supported_archs(toolkit)
 
 installed = Binding(str(torch.__version__), None if reason else torch.version.cuda, Path(torch.__file__).parent)
-bindings = [binding for folder in folders if folder for binding in bindings_for(Path(folder))] or [installed]
+bindings = [binding for folder in folders if folder for binding in bindings_for(Path(folder).resolve())] or [installed]
 
 from torch.utils.cpp_extension import BuildExtension  # noqa: E402
 
