@@ -38,7 +38,7 @@ define step
 @mkdir -p build && echo "$(1)" && { $(2); } > $(LOG) 2>&1 || { tail -n 30 $(LOG); echo "The whole output is in $(LOG)."; exit 1; }
 endef
 
-# Threads that wait for each other must not keep the other process's from its core: a third of the time.
+# Threads that wait for each other must not hold the other process's off its core: a third of the time.
 PYTEST = OMP_WAIT_POLICY=passive python -m pytest -n auto --dist worksteal
 
 .NOTPARALLEL:

@@ -44,7 +44,7 @@ def find_toolkit():
         candidates = ["/usr/local/cuda"]
         nvcc = shutil.which("nvcc")
         if nvcc:
-            # The nvcc on PATH may be a wrapper that stands elsewhere; its dry run tells the toolkit's real place.
+            # The nvcc on PATH may be a wrapper that stands elsewhere; its dry run prints the toolkit's real place.
             run = subprocess.run([nvcc, "-dryrun", "none.cu"], capture_output=True, text=True)
             candidates = re.findall(r"^#\$ TOP=(.+)$", run.stderr, re.MULTILINE) + candidates
     for root in map(Path, candidates):

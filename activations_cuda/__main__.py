@@ -64,15 +64,15 @@ def positive(text):
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m activations_cuda", description=demo.__doc__)
     commands = parser.add_subparsers(title="other commands", metavar="")
-    about = "Tells what autograd keeps for the backward pass of a model, layer by layer, before and after conversion."
+    about = "Reports what autograd saves for the backward pass of a model, layer by layer, before and after conversion."
     command = commands.add_parser(
-        "report", help="what a model keeps for backward, before and after conversion", description=about
+        "report", help="what a model saves for backward, before and after conversion", description=about
     )
     command.add_argument("model", help="torchvision:NAME or timm:NAME, as in torchvision:mobilenet_v2")
     command.add_argument("--batch", type=positive, default=1, help="images in a batch (default: %(default)s)")
     command.add_argument("--size", type=positive, default=224, help="height and width of an image (default: %(default)s)")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file too")
-    command.add_argument("--chart", type=Path, metavar="FILE", help="draw a bar chart into this file, a PNG or SVG say")
+    command.add_argument("--chart", type=Path, metavar="FILE", help="draw a bar chart into this file, e.g. a PNG or SVG")
     arguments = parser.parse_args(argv)
     if "model" not in arguments:
         return demo.main()

@@ -56,7 +56,7 @@ def check_gpus(built_cuda: str | None) -> None:
     """Warn where a build without CUDA meets a GPU, which setup.py can't say aloud: pip hides what it prints."""
     if built_cuda is None and torch.version.cuda is not None and torch.cuda.device_count() > 0:
         warnings.warn(
-            f"activations_cuda {version} was built without CUDA: on this machine's GPU it computes by PyTorch's ops, and keeps "
+            f"activations_cuda {version} was built without CUDA: on this machine's GPU it computes by PyTorch's ops, and saves "
             f"a byte per element. Build it with CUDA, which needs its toolkit: FORCE_CUDA=1 {MEND}",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Runs the ops beside PyTorch's own and tells whether they are equal, what they keep for backward and how long they take."""
+"""Runs the ops beside PyTorch's own and reports whether they are equal, what they save for backward and how long they take."""
 
 import statistics
 import sys

@@ -1,14 +1,14 @@
 """The functional forms, named and ordered as in :mod:`torch.nn.functional`.
 
 Each returns PyTorch's own numbers to the bit on a plain CPU or CUDA tensor of dtype float64, float32, float16 or bfloat16, and
-keeps one bit per element for the backward pass. Under torch.compile each is a handful of ATen ops that fuse with their
+saves one bit per element for the backward pass. Under torch.compile each is a handful of ATen ops that fuse with their
 neighbours, and a value's last bit may differ. Any other dtype gets what PyTorch's op does with it.
 
 In bfloat16 and float16 ``gelu``, ``hardswish``, ``mish`` and ``silu`` save their output, which the next layer usually saves
 too, and a code of a few bits per element. Any other dtype gets PyTorch's op.
 
 Common to all: the input is a tensor of any shape and strides. With ``inplace=True`` it is written to and returned; one bit per
-element is kept, and no clone of the input. Otherwise a new tensor of its shape, dtype and device is returned, with the strides
+element is saved, and no clone of the input. Otherwise a new tensor of its shape, dtype and device is returned, with the strides
 that PyTorch's op gives it. A bool or complex input raises NotImplementedError, and so do integers where PyTorch has no rule for
 them. An in-place form raises RuntimeError where autograd or overlapping memory forbid it, as PyTorch's do.
 """

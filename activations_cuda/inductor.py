@@ -158,7 +158,7 @@ def pack(node, values):
 
 
 def ask_pytorch(op, like, *parameters, **named):
-    """Raise NotImplementedError where PyTorch's gradient isn't what a code gives, which only real tensors tell."""
+    """Raise NotImplementedError where PyTorch's gradient isn't what a code gives, which only real tensors show."""
     if not torch.get_device_module(like.device).is_available():
         raise NotImplementedError
     with unset_fake_temporarily(), torch.no_grad():
@@ -285,7 +285,7 @@ def unpack(packed, uses):
 
 
 def options(others: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The options that make torch.compile keep activations packed where they stand alone.
+    """The options that make torch.compile leave activations packed where they stand alone.
 
     They are for ``torch.compile(model, options=...)`` or ``torch._inductor.config.patch(...)``. A pass of ``others`` or of
     Inductor's configuration runs before the one that takes its place here. Under ``max_autotune`` nothing stands alone, since

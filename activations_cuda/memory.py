@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass, counted without doing the work: the model runs on fake tensors."""
+"""What autograd saves for the backward pass, counted without doing the work: the model runs on fake tensors."""
 
 import os
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def require(name: str) -> Any:
 
 
 def kept_bytes(function: Callable[..., Any], *arguments: Any) -> int:
-    """The bytes that autograd keeps for the backward pass of function(*arguments)."""
+    """The bytes that autograd saves for the backward pass of function(*arguments)."""
     with saved_storages(lambda: None) as storages:
         output = function(*arguments)
     del output  # until here it holds all that was counted
@@ -36,7 +36,7 @@ def kept_bytes(function: Callable[..., Any], *arguments: Any) -> int:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes kept by one module itself, its children's not included."""
+    """Bytes saved by one module itself, its children's not included."""
 
     name: str
     kind: str
@@ -46,7 +46,7 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes that autograd keeps for the backward pass, before and after conversion. Print it for a table.
+    """Bytes that autograd saves for the backward pass, before and after conversion. Print it for a table.
 
     ``dataclasses.asdict`` makes plain data of it.
     """
@@ -69,7 +69,7 @@ class MemoryReport:
         return "\n".join([table, "", *summary(self.decisions)])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw a bar chart of the layers into a file whose suffix tells the format."""
+        """Draw a bar chart of the layers into a file whose suffix chooses the format."""
         require("matplotlib").use("Agg", force=False)
         plt = require("matplotlib.pyplot")
         figure, axes = plt.subplots(figsize=(8, 2 + 0.2 * len(self.layers)), layout="constrained")
@@ -84,7 +84,7 @@ class MemoryReport:
                 color=color,
             )
         axes.set_yticks(places, [f"{layer.name} {layer.kind}" for layer in self.layers], fontsize=6)
-        axes.set(xlabel="MiB kept for backward", ylim=(len(self.layers), -1))
+        axes.set(xlabel="MiB saved for backward", ylim=(len(self.layers), -1))
         axes.legend()
         figure.savefig(path, dpi=110)
         plt.close(figure)

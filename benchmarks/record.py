@@ -1,4 +1,4 @@
-"""Where results lie, and what each tells of the machine and the build that it comes from."""
+"""Where results lie, and what each says of the machine and the build that it comes from."""
 
 import json
 import re

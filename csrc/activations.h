@@ -1,10 +1,10 @@
-// The family: what each activation computes, written once for every dtype, device and body.
+// The family: what each activation computes, written once for every dtype, device and path.
 //
 // A piecewise-linear activation f has two slopes, and a condition that chooses between them:
 //
 //     y = f(x),    dy/dx = f.inside(x) ? f.slopes().inside : f.slopes().outside
 //
-// The kernels evaluate a struct on float or double. The composite body asks the same struct what is inside of an at::Tensor,
+// The kernels evaluate a struct on float or double. The composite path asks the same struct what is inside of an at::Tensor,
 // and for the value where PyTorch has no such op, which is why the members are templates and speak of conditions with `|`, `&`,
 // `negation` and `where` only. Nothing here knows of ATen.
 //
@@ -103,7 +103,7 @@ struct Activation {
 
   Slopes slopes() const { return {1, 0}; }
 
-  // Is inside(y) inside(x)? A compiled graph mostly keeps y for the next layer, and need not keep a condition then.
+  // Is inside(y) inside(x)? A compiled graph mostly saves y for the next layer, and need not save a condition then.
   bool output_tells() const { return false; }
 };
 

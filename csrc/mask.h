@@ -1,4 +1,4 @@
-// The mask's layout: bit i % 8, least significant first, of byte i / 8 tells whether element i of the output, counted in memory
+// The mask's layout: bit i % 8, least significant first, of byte i / 8 says whether element i of the output, counted in memory
 // order, is inside the linear piece. Bits past the last element are 0. Only this header and its users in the kernels know it.
 #pragma once
 

@@ -221,7 +221,7 @@ def test_a_second_process_finds_the_first_ones_code(tmp_path):
 
 
 def test_inplace_adds_nothing_to_the_gradient_of_what_was_there():
-    """On a tensor that is traced, or on another device, the composite body is copied; that alone would add zeros."""
+    """On a tensor that is traced, or on another device, the composite path's output is copied; that alone would add zeros."""
     x = torch.randn(9, device="meta", requires_grad=True)
     y = torch.ops.fastact.relu6_(x * 1)
     overwritten, _ = y.grad_fn.next_functions

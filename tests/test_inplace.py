@@ -197,7 +197,7 @@ def test_what_belongs_to_pytorch(device):
 @pytest.mark.parametrize("bounds", [(-1.0, 1.0), (float("nan"), 1.0)])
 @pytest.mark.parametrize("placed", ["cpu", "meta"])
 def test_retained_gradients_without_the_kernels(placed, bounds):
-    """Where the composite body, or PyTorch's op, is copied to what was there."""
+    """Where the output of the composite path, or of PyTorch's op, is copied to what was there."""
     leaf = torch.randn(9, device=placed, requires_grad=True)
     kept = []
     for function in (ops.hardtanh_, F.hardtanh_):

@@ -104,7 +104,7 @@ def test_strides_in_place(row, dtype, device):
 
 @pytest.mark.parametrize("row", HAS_REFERENCE, ids=str)
 def test_strides_in_a_transform(row, device):
-    """The composite body, of tensors that functorch wraps."""
+    """The composite path, of tensors that functorch wraps."""
     assert_same_gradients(
         (case, torch.func.vjp(row, x)[1](grad)[0], torch.func.vjp(row.reference, x)[1](grad)[0])
         for case, x, grad in cases(LAYOUTS, torch.float32, device, A_FEW_SHAPES)

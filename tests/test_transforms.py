@@ -1,4 +1,4 @@
-"""What functorch makes of the ops: the composite body, and in it the same rule."""
+"""What functorch makes of the ops: the composite path, and in it the same rule."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from family import DTYPES, FAMILY, assert_same_values, sample
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", FAMILY, ids=str)
-def test_values_and_gradients_are_the_packed_bodys(row, dtype, device):
+def test_values_and_gradients_are_the_packed_paths(row, dtype, device):
     x = sample(row, 4001, dtype, device)
     assert_same_values(vmap(row)(x), row(x))
     assert_same_values(vmap(grad(row))(x), row.scaled(torch.ones_like(x), x))

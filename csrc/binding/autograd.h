@@ -19,7 +19,7 @@ struct Derivative {
 // Whether anybody wants a derivative with respect to `self`, in reverse or in forward mode.
 bool needs_derivative(const at::Tensor& self);
 
-// Makes `output` a differentiable function of `self`. `inside` tells which elements were inside: a mask in the memory order of
+// Makes `output` a differentiable function of `self`. `inside` says which elements were inside: a mask in the memory order of
 // the dense `mask_strides`, or a tensor of bool.
 void record(
     const at::Tensor& self, at::Tensor& output, const at::Tensor& inside, c10::SymIntArrayRef mask_strides,

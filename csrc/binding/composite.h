@@ -1,4 +1,4 @@
-// The composite body, for whatever the kernels can't see into (tracing, tensor subclasses, functorch's transforms, other
+// The composite path, for whatever the kernels can't see into (tracing, tensor subclasses, functorch's transforms, other
 // devices): the value by PyTorch's own op, and as ATen ops the condition that the kernels would write as bits.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The ops of the namespace `fastact`: schemas, and which body serves which dispatch key.
+// The ops of the namespace `fastact`: schemas, and which path serves which dispatch key.
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/LegacyVmapTransforms.h>
@@ -78,7 +78,7 @@ struct Implementation {
   }
 
   static Tensor& composite_inplace(Tensor& self, Parameters... parameters) {
-    // PyTorch's op keeps its input for backward, and that is about to be written to.
+    // PyTorch's op saves its input for backward, and that is about to be written to.
     const bool keeps_input = is_pytorchs(self, parameters...);
     const Tensor output = autograd_composite(keeps_input ? self.clone() : self, parameters...);
     check_inplace(self);

@@ -1,4 +1,4 @@
-// The packed body: allocation and dtype dispatch around the kernels, below autograd, for a strided tensor on the CPU or on
+// The packed path: allocation and dtype dispatch around the kernels, below autograd, for a strided tensor on the CPU or on
 // CUDA. Nothing here checks its arguments.
 #pragma once
 

@@ -161,7 +161,7 @@ Tensor apart(const Tensor& self) {
   return at::stack({self, self}, -1).select(-1, 0);
 }
 
-// What tells the inputs of one output apart: the derivative, but for those so small that they leave nothing of any finite
+// What distinguishes the inputs of one output: the derivative, but for those so small that they leave nothing of any finite
 // gradient, and some gradients, since PyTorch's CPU ops compute in a dtype of 16 bits otherwise than in float32.
 std::vector<uint64_t> derivatives(const Smooth& activation, const Tensor& x) {
   const at::ScalarType dtype = x.scalar_type();
