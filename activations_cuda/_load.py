@@ -1,12 +1,13 @@
-"""Loads the compiled module, which registers the ops: of those that were built, the one for this torch."""
+"""Loads the binding that was compiled for this torch, which registers the ops."""
 
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import activations_cuda
 
 try:
     from activations_cuda import _build
@@ -34,7 +35,7 @@ def _interface(torch_version: str) -> str:
 def find_binding(running_torch: str, running_cuda: str | None) -> str:
     """The folder of the module for this torch minor version and CUDA major version.
 
-    What was built without CUDA alone serves builds of torch with CUDA too.
+    A build without any binding for CUDA also serves CUDA builds of torch.
 
     Raises:
         ImportError: There is none.
@@ -66,8 +67,8 @@ _folder = find_binding(torch.__version__, torch.version.cuda)
 built_torch, built_cuda = _build.bindings[_folder]
 check_gpus(built_cuda)
 
-# All are activations_cuda._C, each in a folder of its own.
-sys.modules["activations_cuda"].__path__.append(str(Path(__file__).with_name(_folder)))
+# Each is activations_cuda._C, in a folder of its own; first, or what an older build left in the package would be found.
+activations_cuda.__path__.insert(0, str(Path(__file__).with_name(_folder)))
 from activations_cuda import _C  # noqa: E402
 
 

@@ -3,7 +3,7 @@
 // a mask in another order.
 //
 // Each device's kernels are a library of their own, which serves the bindings of all releases of PyTorch: no type of PyTorch's
-// stands in this interface.
+// appears in this interface.
 #pragma once
 
 #include <cstdint>
@@ -52,8 +52,8 @@ namespace cpu {
 // mind).
 constexpr int64_t kBlock = 1024;
 
-// y = f(x) for the elements from `begin` up to `end`, where `activation` is the struct of the formula for this device. Writes
-// the mask too unless `mask` is null.
+// y = f(x) for the elements from `begin` up to `end`, where `activation` is the struct of the formula for this dtype and
+// device. Writes the mask too unless `mask` is null.
 void forward(
     Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y, uint8_t* mask, int64_t begin,
     int64_t end);

@@ -55,8 +55,8 @@ cudaError_t decode(
     ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, cudaStream_t stream);
 
 // grad times the input's factors, in float16 or bfloat16. An input has one factor, or two that lie next to each other and are
-// multiplied one after the other; -0 stands for PyTorch's selecting +0, whatever the gradient. `to` may have any alignment;
-// with a walk, of which y and code are the mask, it and grad lie as that says.
+// multiplied one after the other; -0 stands for PyTorch's selecting +0, whatever the gradient. grad and y may have
+// any alignment; with a walk, of which y and code are the mask, grad lies as that says.
 cudaError_t scale(
     Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const uint16_t* y, const uint8_t* code, int bits,
     void* to, int64_t n, cudaStream_t stream);

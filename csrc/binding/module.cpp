@@ -24,7 +24,8 @@
 
 namespace py = pybind11;
 
-// Where std::shared_ptr would ask the C library, since 2.32, whether there are threads yet: there are.
+// libstdc++'s shared_ptr reads this variable of glibc 2.32; defined here, so that an older one will do. 0: there may be
+// threads.
 extern "C" char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
