@@ -86,7 +86,7 @@ FOR_WHEEL = build/wheel-$(TAG)
 FROM_TORCH = --exclude "libc10*" --exclude "libtorch*" --exclude "libcudart*"
 colons = $(subst $(eval) ,:,$(1))
 wheel: $(FOR_WHEEL)/ready $(TORCHES:%=$(FOR_WHEEL)/%)
-	rm -rf $(FOR_WHEEL)/new dist/*-$(subst cpython-,cp,$(TAG))-* build/lib* build/bdist*  # what is left there would come into the wheel
+	rm -rf $(FOR_WHEEL)/new dist/*-$(subst cpython-,cp,$(TAG))-* build/lib* build/bdist*
 	$(FOR_WHEEL)/env/bin/python setup.py --quiet sdist --dist-dir dist
 	export PATH="$(abspath $(FOR_WHEEL)/env/bin):$$PATH" TORCH_FOLDERS=$(call colons,$(TORCHES:%=$(FOR_WHEEL)/%/torch)) && \
 	  python setup.py bdist_wheel --dist-dir $(FOR_WHEEL)/new && \
