@@ -54,8 +54,8 @@ def ratios(axes, rows):
     axes.set(xlabel="times faster than PyTorch", title="float32")
 
 
-def kept(axes, rows):
-    """Bytes kept for backward, per element."""
+def saved(axes, rows):
+    """Bytes saved for backward, per element."""
     rows = select(rows, case="bytes kept per element", op="hardtanh")
     for i, (key, label, color) in enumerate(
         (("reference_bytes", "PyTorch", PYTORCH), ("ours_bytes", "activations_cuda", OURS))
@@ -65,14 +65,14 @@ def kept(axes, rows):
         )
         axes.bar_label(bars)
     axes.set_xticks(range(len(rows)), [row["dtype"] for row in rows])
-    axes.set(ylabel="bytes an element", title="kept for backward")
+    axes.set(ylabel="bytes an element", title="saved for backward")
     axes.legend()
 
 
 def draw(path):
     result = json.loads(Path(path).read_text())
     rows = result["rows"]
-    panels = [bandwidth, training, kept] if result["cuda"] else [ratios, kept]
+    panels = [bandwidth, training, saved] if result["cuda"] else [ratios, saved]
     figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.5 if result["cuda"] else 9), layout="constrained")
     for panel, axis in zip(panels, axes, strict=True):
         panel(axis, rows)
@@ -81,21 +81,25 @@ def draw(path):
 
 
 def draw_models(path):
-    """Peak memory and step time of real models, before and after conversion."""
+    """Peak memory and step time of real models in bfloat16, before and after conversion, in the order of what it saves."""
     result = json.loads(Path(path).read_text())
-    rows = select(result["rows"], mode="eager")
-    labels = [f"{row['model']}\n{row['dtype']}" for row in rows]
-    figure, axes = plt.subplots(1, 2, figsize=(13, 1.5 + 0.5 * len(rows)), layout="constrained", sharey=True)
-    for axis, unit, title in ((axes[0], "gib", "peak memory of a training step, GiB"), (axes[1], "ms", "training step, ms")):
+    rows = sorted(select(result["rows"], mode="eager", dtype="bfloat16"), key=lambda row: row["memory"])
+    figure, axes = plt.subplots(1, 2, figsize=(9, 1 + 0.28 * len(rows)), layout="constrained", sharey=True)
+    for axis, unit, change, title in (
+        (axes[0], "gib", "memory", "peak memory of a training step, GiB"),
+        (axes[1], "ms", "time", "time of a training step, ms"),
+    ):
         for offset, when, label, color in ((-0.2, "before", "as it comes", PYTORCH), (0.2, "after", "converted", OURS)):
             places = [place + offset for place in range(len(rows))]
             axis.barh(places, [row[f"{when}_{unit}"] for row in rows], 0.38, label=label, color=color)
         for place, row in enumerate(rows):
-            change = row["memory" if unit == "gib" else "time"] - 1
-            axis.text(row[f"after_{unit}"], place + 0.2, f" {change:+.0%}", va="center", fontsize=8)
-        axis.set(title=title)
-        axis.legend()
-    axes[0].set_yticks(range(len(rows)), labels)
+            longer = max(row[f"before_{unit}"], row[f"after_{unit}"])
+            axis.text(longer, place, f" {round(100 * (row[change] - 1)):+d}%", va="center", fontsize=8)
+        axis.set_title(title, fontsize=10)
+        axis.margins(x=0.1, y=0.01)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(rows)), [row["model"].removeprefix("timm ") for row in rows])
     axes[0].invert_yaxis()
-    figure.suptitle(f"{result['device']}, torch {result['torch']}, eager, commit {result['commit']}")
-    figure.savefig(Path(path).with_suffix(".png"), dpi=110)
+    axes[1].legend(loc="lower right")
+    figure.suptitle(f"{result['device']}, bfloat16, eager, torch {result['torch']}, commit {result['commit']}", fontsize=10)
+    figure.savefig(Path(path).with_suffix(".png"), dpi=140)

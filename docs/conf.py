@@ -4,8 +4,9 @@ import activations_cuda
 
 project = "activations_cuda"
 version = release = activations_cuda.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx-mathjax-offline"]
 myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 2  # links lead to sections
 html_theme = "furo"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

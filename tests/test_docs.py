@@ -1,8 +1,11 @@
-"""The documentation builds without a warning, its code runs, and every public name is on the API page."""
+"""The README and the pages build without a warning, their code runs, their commands and links exist, and every public name is
+on the API page."""
 
-import importlib
+import importlib.util
 import inspect
+import json
 import re
+import shlex
 import sys
 
 import pytest
@@ -10,15 +13,38 @@ import pytest
 import activations_cuda
 from trees import FROM_SOURCE, ROOT, run
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.exists()}
+BLOCKS = {name: blocks for name, text in PAGES.items() if (blocks := re.findall(r"```python\n(.*?)```", text, re.DOTALL))}
 
 
 @FROM_SOURCE
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", BLOCKS)
 def test_blocks_run(page):
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert blocks
-    exec("\n".join(blocks), {})
+    """One after another, as they are read."""
+    has_torchvision = importlib.util.find_spec("torchvision") is not None
+    exec("\n".join(block for block in BLOCKS[page] if has_torchvision or "torchvision" not in block), {})
+
+
+@FROM_SOURCE
+def test_commands():
+    """They ask for what the Makefile asks for, and are its targets."""
+    makefile = (ROOT / "Makefile").read_text()
+    text = PAGES["README.md"] + PAGES["install.md"]
+    (needs,) = re.findall(r"^    pip install (.* ninja)$", text, re.MULTILINE)
+    assert f"BUILD_NEEDS = {needs}\n" in makefile
+    assert f"requires = {json.dumps(shlex.split(needs))}\n" in (ROOT / "pyproject.toml").read_text()
+    targets = re.findall(r"^    make ([\w-]+)", text, re.MULTILINE)
+    assert targets
+    for target in targets:
+        assert f"\n{target}:" in makefile
+
+
+@FROM_SOURCE
+def test_links_lead_to_tests():
+    links = re.findall(r"\[(\w+)\]\(\.\./(tests/\w+\.py)\)", PAGES["compatibility.md"])
+    assert links
+    for name, path in links:
+        assert f"def test_{name}(" in (ROOT / path).read_text()
 
 
 @pytest.mark.parametrize("name", [name for name in activations_cuda.__all__ if name.islower()])
@@ -34,7 +60,7 @@ def test_few_bits_counts(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(ROOT / "docs")
     few_bits = importlib.import_module("few_bits")
-    page = (ROOT / "docs/few-bits.md").read_text().replace("`", "")
+    page = PAGES["few-bits.md"].replace("`", "")
     for name, function in few_bits.FUNCTIONS.items():
         _, count = few_bits.shared(function)
         assert f"| {name} | {count.max():.0f} |" in page
@@ -42,7 +68,7 @@ def test_few_bits_counts(monkeypatch):
 
 @FROM_SOURCE
 def test_the_pages_build(tmp_path):
-    for name in ("furo", "myst_parser", "sphinx"):
+    for name in ("furo", "myst_parser", "sphinx", "sphinx-mathjax-offline"):
         pytest.importorskip(name)
     result = run(sys.executable, "-m", "sphinx", "-W", "-q", str(ROOT / "docs"), str(tmp_path), cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
