@@ -2,7 +2,7 @@
 # torch that $(PYTHON) has, else the newest.
 define HELP
 make demo          compares the ops with PyTorch's on this machine
-make test          builds in place and runs the tests
+make test          builds in place and runs the tests; SLOW=1 adds the slow ones
 make lint          checks the style
 make docs          builds the pages, into build/docs
 make sanitize      runs the kernels' tests under sanitizers
@@ -51,8 +51,9 @@ demo: build-nothing
 	@$(BIN)/python -m activations_cuda
 
 # One process alone on a GPU: some tests need most of its memory.
+AND_NOT_SLOW = $(if $(SLOW),, and not slow)
 test: build-test
-	$(PYTEST) $(if $(shell $(CAPABILITIES)),-m "not cuda" && python -m pytest -m cuda)
+	$(PYTEST) -m "not cuda$(AND_NOT_SLOW)" $(if $(shell $(CAPABILITIES)),&& python -m pytest -m "cuda$(AND_NOT_SLOW)")
 
 bench: build-bench$(if $(shell command -v nvidia-smi),-cuda)
 	$(BIN)/python -m benchmarks

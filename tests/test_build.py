@@ -227,6 +227,7 @@ def test_force_cpu_says_so_in_one_line():
     assert "activations-cuda: building for the CPU only: FORCE_CPU is set\n" in result.stdout
 
 
+@pytest.mark.slow
 @FROM_SOURCE
 def test_an_sdist_builds_and_installs(tmp_path):
     """Made without torch, installed by name. Without CUDA, to be quick."""

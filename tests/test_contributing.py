@@ -47,6 +47,7 @@ class Tree:
         return int(re.search(r"(\d+) passed", result.stdout)[1])
 
 
+@pytest.mark.slow
 @FROM_SOURCE
 def test_new_members(tmp_path):
     tree = Tree(tmp_path)

@@ -146,6 +146,7 @@ def dtensors(device, ranks):
                 yield f"{row}{' in place' * inplace}, {placements}", case
 
 
+@pytest.mark.slow
 def test_dtensor(run):
     run(dtensors)
 

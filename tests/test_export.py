@@ -137,6 +137,7 @@ def test_an_exported_program_trains(row, device):
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_aot_inductor(device, tmp_path):
     x = torch.randn(7, 12, device=device)
     with torch.no_grad():

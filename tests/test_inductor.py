@@ -358,6 +358,7 @@ print(counters["inductor"]["fxgraph_cache_hit"], packed, bool(asked))
 """
 
 
+@pytest.mark.slow
 def test_cached_with_the_pass_and_without(tmp_path):
     (tmp_path / "trains.py").write_text(TRAINS)  # Dynamo wants the source
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

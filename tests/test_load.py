@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +21,8 @@ SECONDS = {"cpu": 10, "cuda": 60}
 class Heap(ctypes.Structure):
     """The C library's struct mallinfo2."""
 
-    _fields_ = tuple((name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks".split())
-    _fields_ += (("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
+    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in names]  # noqa: RUF012
 
 
 def used_bytes(device):

@@ -9,6 +9,7 @@ import activations_cuda
 from trees import FROM_SOURCE, ROOT, run
 
 pytest.importorskip("mypy")
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import torch
