@@ -113,7 +113,7 @@ try-wheel:
 	rm -rf $(FRESH)
 	$(PYTHON) -m venv $(FRESH)
 	$(FRESH)/bin/python -m pip install --quiet "$(TORCH)" "$$(ls dist/*-$(subst cpython-,cp,$(TAG))-*.whl)[$(EXTRAS)]"
-	cp -r tests $(FRESH)
+	cp -r tests examples $(FRESH)
 	cd $(FRESH) && bin/python -m activations_cuda
 	cd $(FRESH)/tests && PATH="$(abspath $(FRESH))/bin:$$PATH" $(PYTEST) $(TESTS)
 

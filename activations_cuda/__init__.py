@@ -1,4 +1,4 @@
-"""PyTorch's piecewise-linear activations, exact to the bit, keeping one bit per element for the backward pass."""
+"""Bit-identical replacements for PyTorch's activations that save less for the backward pass."""
 
 from activations_cuda import _load, functional, modules
 from activations_cuda._load import build_info

@@ -72,6 +72,11 @@ activations_cuda.__path__.insert(0, str(Path(__file__).with_name(_folder)))
 from activations_cuda import _C  # noqa: E402
 
 
+def has_gpu() -> bool:
+    """Whether there is a GPU and the binding has kernels for one."""
+    return built_cuda is not None and torch.cuda.is_available()
+
+
 def build_info() -> dict[str, Any]:
     """How the installed package was built.
 

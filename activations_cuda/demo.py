@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import activations_cuda
-from activations_cuda.memory import kept_bytes
+from activations_cuda._load import has_gpu
+from activations_cuda.memory import saved_bytes
 
 ROUNDS = 11
 ON_GPU = (4096, 393216)  # the shape this project began with: 6.4 GB in float32
@@ -20,11 +21,6 @@ OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] 
     "hardtanh": (activations_cuda.hardtanh, F.hardtanh),
     "hardsigmoid": (activations_cuda.hardsigmoid, F.hardsigmoid),
 }
-
-
-def has_gpu():
-    """Whether there is a GPU and this build has kernels for one."""
-    return torch.cuda.is_available() and activations_cuda.build_info()["cuda"] is not None
 
 
 def choose_shape():
@@ -57,10 +53,6 @@ def alternate(functions, device):
     return list(zip(*rounds[1:], strict=True))
 
 
-def step(function, x, grad):
-    return torch.autograd.grad(function(x), x, grad)[0]
-
-
 def same_bits(a, b):
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
@@ -74,17 +66,17 @@ def rows(device, shape):
         passes = {
             "forward": ([lambda f=f: f(x) for f in functions], 8, [0, 0]),
             "forward + backward": (
-                [lambda f=f: step(f, leaf, grad) for f in functions],
+                [lambda f=f: torch.autograd.grad(f(leaf), leaf, grad)[0] for f in functions],
                 16.25,
-                [kept_bytes(f, leaf) for f in functions],
+                [saved_bytes(f, leaf) for f in functions],
             ),
         }
-        for label, (calls, bytes_per_element, kept) in passes.items():
+        for label, (calls, bytes_per_element, saved) in passes.items():
             equal = same_bits(*(call() for call in calls))
             times = alternate(calls, device)
             ours, theirs = map(statistics.median, times)
             ratios = sorted(b / a for a, b in zip(*times, strict=True))
-            yield name, label, equal, kept, ours, theirs, ratios, bytes_per_element * x.numel() / ours
+            yield name, label, equal, saved, ours, theirs, ratios, bytes_per_element * x.numel() / ours
 
 
 def main():
@@ -92,16 +84,16 @@ def main():
     device, shape = choose_shape()
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"activations_cuda {info['version']}, torch {torch.__version__}, {name}, {shape} float32\n")
-    print(COLUMNS.format("op", "pass", "equal", "kept, MiB", "PyTorch, MiB", "ms", "PyTorch, ms", "times faster", "GB/s"))
+    print(COLUMNS.format("op", "pass", "equal", "saved, MiB", "PyTorch, MiB", "ms", "PyTorch, ms", "times faster", "GB/s"))
     all_equal = True
-    for op, label, equal, kept, ours, theirs, ratios, rate in rows(device, shape):
+    for op, label, equal, saved, ours, theirs, ratios, rate in rows(device, shape):
         all_equal &= equal
         print(
             COLUMNS.format(
                 op,
                 label,
                 "yes" if equal else "NO",
-                *(f"{size / 2**20:.1f}" for size in kept),
+                *(f"{size / 2**20:.1f}" for size in saved),
                 f"{ours * 1e3:.3f}",
                 f"{theirs * 1e3:.3f}",
                 f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",

@@ -13,7 +13,7 @@ from activations_cuda.conversion import check_model
 from activations_cuda.replacements import FUNCTIONS, original_of
 from activations_cuda.survey import Decision, Survey, saved_storages, summary
 
-__all__ = ["Decision", "LayerMemory", "MemoryReport", "kept_bytes", "memory_report", "require"]
+__all__ = ["Decision", "LayerMemory", "MemoryReport", "memory_report", "require", "saved_bytes"]
 
 
 def require(name: str) -> Any:
@@ -26,7 +26,7 @@ def require(name: str) -> Any:
         raise ImportError(f"the memory report needs {name} ({error}): {command}") from None
 
 
-def kept_bytes(function: Callable[..., Any], *arguments: Any) -> int:
+def saved_bytes(function: Callable[..., Any], *arguments: Any) -> int:
     """The bytes that autograd saves for the backward pass of function(*arguments)."""
     with saved_storages(lambda: None) as storages:
         output = function(*arguments)

@@ -1,16 +1,17 @@
 """Runs every case on the machine at hand, prints the table, writes benchmarks/results/<device>.json and draws it.
 
-Exits with 1 where a row is below its bound, with 2 where a result differs from PyTorch's.
+Exits with 1 where a row is below its target, with 2 where a result differs from PyTorch's.
 """
 
+import argparse
 import sys
 
 import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from activations_cuda.demo import has_gpu
-from activations_cuda.memory import kept_bytes
+from activations_cuda._load import has_gpu
+from activations_cuda.memory import saved_bytes
 from benchmarks import record
 from benchmarks.cases import FLOAT, HALF, OPS, cpu_cases, gpu_cases, normal
 from benchmarks.plot import draw
@@ -36,12 +37,12 @@ def measure(case):
     }
 
 
-def kept_rows(device):
-    """The bytes kept for backward, in place of microseconds."""
+def saved_rows(device):
+    """The bytes saved for backward, in place of microseconds."""
     for name, op in OPS.items():
         for dtype in (FLOAT, HALF):
             x = normal(1 << 20, dtype, device).requires_grad_()
-            ours, reference = (kept_bytes(function, x) / x.numel() for function in (op.ours, op.pytorch))
+            ours, reference = (saved_bytes(function, x) / x.numel() for function in (op.ours, op.pytorch))
             yield {
                 "case": "bytes kept per element",
                 "op": name,
@@ -80,8 +81,9 @@ def table(rows):
 
 
 def main():
+    argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__).parse_args()
     device = "cuda" if has_gpu() else "cpu"
-    rows = list(kept_rows(device))
+    rows = list(saved_rows(device))
     for case in tqdm(gpu_cases() if device == "cuda" else cpu_cases(), unit=" cases"):
         rows.append(measure(case))
     path = record.path()
@@ -90,7 +92,7 @@ def main():
     print(table(rows))
     below = sum(map(is_below, rows))
     print("\nours, reference's: median microseconds, or bytes; spread: the middle 80% of the rounds' ratios.")
-    print(f"{len(rows)} rows, {below} below what is owed.")
+    print(f"{len(rows)} rows, {below} below their targets.")
     print(f"Written to {path.name}.")
     sys.exit(1 if below else 0)
 

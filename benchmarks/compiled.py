@@ -13,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from activations_cuda import inductor
-from activations_cuda.demo import has_gpu
+from activations_cuda._load import has_gpu
 from benchmarks import record
 from benchmarks.models import GIB, MODELS, Model, Training, both, mlp, normal
 from benchmarks.timing import StepClock, alternate, spread

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import activations_cuda
-from activations_cuda.demo import has_gpu
+from activations_cuda._load import has_gpu
 from benchmarks import record
 from benchmarks.models import IMAGE, STEPS, compare, deterministic, from_torchvision, is_short, mlp, same, table
 from benchmarks.timing import StepClock, alternate

@@ -1,7 +1,7 @@
 """Trains real models for a few steps on the GPU at hand, as they come and converted: step time and peak memory of both.
 
 Converted means convert(model, example_inputs=batch); some models are trained under torch.compile too, as they come. Writes
-benchmarks/results/<device>-models.json and draws it. Exits with 1 if a row misses its bound, or if any loss or any weight of
+benchmarks/results/<device>-models.json and draws it. Exits with 1 if a row misses its target, or if any loss or any weight of
 the first steps, by deterministic algorithms, differs. Names of models on the command line run those alone; the other models'
 results of the same commit stay.
 """
@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 import activations_cuda
-from activations_cuda.demo import has_gpu
+from activations_cuda._load import has_gpu
 from benchmarks import record
 from benchmarks.plot import draw_models
 from benchmarks.timing import StepClock, alternate, spread
@@ -335,7 +335,7 @@ def batches(name):
 
 
 def missed(row):
-    """What a row misses of its bounds."""
+    """What a row misses of its targets."""
     return [what for what in ("time", "memory") if row[f"{what}_at_most"] and row[what] > row[f"{what}_at_most"]]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import activations_cuda
-from activations_cuda.demo import has_gpu
+from activations_cuda._load import has_gpu
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -1,6 +1,6 @@
 """Trains a small convolutional net on scikit-learn's handwritten digits, once as it comes and once converted.
 
-Shows that the losses and weights are equal, bit for bit, and draws both loss curves and what autograd keeps for backward.
+Shows that the losses and weights are equal, bit for bit, and draws both loss curves and what autograd saves for backward.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def plot(before, after, report, path):
     curves.legend()
     heights = [report.before / 2**20, report.after / 2**20]
     bars.bar_label(bars.bar(["as it comes", "converted"], heights, color=["tab:gray", "tab:blue"]), fmt="%.1f MiB")
-    bars.set(title=f"kept for backward, batch of {BATCH}", ylabel="MiB")
+    bars.set(title=f"saved for backward, batch of {BATCH}", ylabel="MiB")
     figure.savefig(path, dpi=110)
 
 
@@ -113,7 +113,7 @@ def main():
     same_weights = all(map(torch.equal, model.state_dict().values(), converted.state_dict().values()))
     plot(before, after, report, arguments.plot)
     print(f"last loss {after[-1]:.4f}; losses equal: {same_losses}; weights equal: {same_weights}")
-    print(f"kept for backward: {report.before / 2**20:.1f} MiB as it comes, {report.after / 2**20:.1f} MiB converted")
+    print(f"saved for backward: {report.before / 2**20:.1f} MiB as it comes, {report.after / 2**20:.1f} MiB converted")
     print(f"drawn: {arguments.plot}")
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from activations_cuda.demo import has_gpu
+from activations_cuda._load import has_gpu
 
 GPUS = torch.cuda.device_count() if has_gpu() else 0
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from activations_cuda.memory import kept_bytes
+from activations_cuda.memory import saved_bytes
 from family import DTYPES, FAMILY, assert_same_values, sample
 
 
@@ -18,11 +18,11 @@ def away_from_breakpoints(row, device="cpu"):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("row", FAMILY, ids=str)
-def test_one_bit_per_element_is_kept(row, dtype, device):
+def test_one_bit_per_element_is_saved(row, dtype, device):
     for numel in (0, 1, 8, 9, 100003):
         x = sample(row, numel, dtype, device).requires_grad_()
-        assert kept_bytes(row, x) == (numel + 7) // 8
-    assert kept_bytes(row, x.detach()) == 0
+        assert saved_bytes(row, x) == (numel + 7) // 8
+    assert saved_bytes(row, x.detach()) == 0
 
 
 @pytest.mark.parametrize("row", FAMILY, ids=str)

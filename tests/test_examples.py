@@ -1,6 +1,7 @@
 """The examples run, and a converted net trains to the same bits."""
 
 import copy
+import re
 import runpy
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import torch
 
 import activations_cuda
 
-DIGITS = Path(__file__).parents[1] / "examples/digits.py"
-pytestmark = pytest.mark.skipif(not DIGITS.exists(), reason="needs the source tree")
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DIGITS = EXAMPLES / "digits.py"
+pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the source tree")
 
 
 @pytest.fixture
@@ -44,3 +46,15 @@ def test_digits_as_a_command(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "losses equal: True; weights equal: True" in result.stdout
     assert (tmp_path / "digits.png").stat().st_size > 10000
+
+
+def test_finetune_as_a_command(device):
+    for library in "sklearn", "timm":
+        pytest.importorskip(library)
+    options = ["--no-pretrained", "--model=mobilenetv2_050", "--steps=3", "--batch=8", "--size=32", f"--device={device}"]
+    command = [sys.executable, str(EXAMPLES / "finetune.py"), *options]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "losses equal: True; weights equal: True" in result.stdout
+    before, after = map(float, re.findall(r"([\d.]+) MiB", result.stdout)[:2])
+    assert after < before

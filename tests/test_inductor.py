@@ -115,7 +115,7 @@ def test_smooth_saves_a_code_instead_of_the_input(row, dtype, device):
         (lambda f, x, w: f(y := x @ w) @ w + y @ w, torch.bfloat16),
         (lambda f, x, w: f(x @ w) @ w, torch.float32),
     ],
-    ids=["output not saved", "after", "before", "input kept", "float32"],
+    ids=["output not saved", "after", "before", "input saved", "float32"],
 )
 @pytest.mark.parametrize("row", SMOOTH[1:3], ids=str)
 def test_smooth_composite_elsewhere(row, function, dtype, device):
@@ -185,7 +185,7 @@ def test_packed_where_alone(function, device):
         lambda x, w: leaky_relu(relu(x @ w) @ w) @ w,
         lambda x, w: convolution(x, w, memory_format=torch.contiguous_format),
     ],
-    ids=["first", "after", "before", "input kept", "another", "sum", "by output", "other layout"],
+    ids=["first", "after", "before", "input saved", "another", "sum", "by output", "other layout"],
 )
 def test_composite_elsewhere(function, device):
     assert calls(function, square(device), square(device)) == ([], [])

@@ -1,4 +1,4 @@
-"""The ops in place: the same numbers, one bit kept and no clone, and autograd's rules as PyTorch's in-place ops have them."""
+"""The ops in place: the same numbers, one bit saved and no clone, and autograd's rules as PyTorch's in-place ops have them."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from activations_cuda.memory import kept_bytes
+from activations_cuda.memory import saved_bytes
 from family import DTYPES, FAMILY, assert_same, assert_same_values, sample
 from test_autograd import away_from_breakpoints
 from test_exact import LAYOUTS, offset
@@ -61,9 +61,9 @@ def test_gradients_equal_the_op(row, dtype, device):
 
 
 @pytest.mark.parametrize("row", FAMILY, ids=str)
-def test_one_bit_per_element_is_kept(row, device):
+def test_one_bit_per_element_is_saved(row, device):
     x = torch.randn(1001, device=device, requires_grad=True)
-    assert kept_bytes(lambda t: inplace(row)(t + 0), x) == 126
+    assert saved_bytes(lambda t: inplace(row)(t + 0), x) == 126
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

@@ -17,9 +17,9 @@ def test_as_a_command():
     assert result.stdout.count(" yes ") == 4
 
 
-def test_counts_what_is_kept():
+def test_counts_what_is_saved():
     x = torch.randn(4, 1000, requires_grad=True)
-    assert [main.kept_bytes(f, x) for f in main.OPS["hardtanh"]] == [4000 // 8, 4000 * 4]
+    assert [main.saved_bytes(f, x) for f in main.OPS["hardtanh"]] == [4000 // 8, 4000 * 4]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import nn
 import activations_cuda
 from activations_cuda import __main__ as command
 from activations_cuda.__main__ import main
-from activations_cuda.memory import LayerMemory, kept_bytes
+from activations_cuda.memory import LayerMemory, saved_bytes
 
 MIB = 2**20
 
@@ -141,9 +141,9 @@ def test_table_and_chart(tmp_path):
     assert json.loads(json.dumps(dataclasses.asdict(report)))["before"] == report.before
 
 
-def test_kept_bytes_of_a_function():
+def test_saved_bytes_of_a_function():
     x = torch.randn(1000, requires_grad=True)
-    assert kept_bytes(lambda t: (t * t).exp(), x) == 8000
+    assert saved_bytes(lambda t: (t * t).exp(), x) == 8000
 
 
 MODELS = {

@@ -11,7 +11,7 @@ from torch import nn
 
 import activations_cuda
 from activations_cuda.conversion import BY_DEFAULT, log
-from activations_cuda.memory import kept_bytes
+from activations_cuda.memory import saved_bytes
 from family import assert_same, assert_same_values, softshrink
 
 MODULES = [
@@ -48,7 +48,7 @@ def test_is_its_namesake_to_the_bit(module, device):
     pytorch = partial(softshrink, lambd=module.lambd) if isinstance(module, nn.Softshrink) else module
     for actual, expected in zip(step(ours(module), x, grad), step(pytorch, x, grad), strict=True):
         assert_same(actual, expected)
-    assert kept_bytes(lambda t: ours(module)(t * 1), x.requires_grad_()) == -(-x.numel() // 8)
+    assert saved_bytes(lambda t: ours(module)(t * 1), x.requires_grad_()) == -(-x.numel() // 8)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
@@ -206,7 +206,7 @@ def test_convert_mode_reaches_functions(function, device):
     classes = [*BY_DEFAULT, nn.ReLU]
     expected = function(x)
     with activations_cuda.ConvertMode(classes):
-        assert kept_bytes(function, x) == 126
+        assert saved_bytes(function, x) == 126
         y = function(x)
     assert torch.equal(y, expected)  # but for the sign of softshrink's zeros, of which PyTorch's CPU op has both
     assert_same_values(*(torch.autograd.grad(output.sum(), x)[0] for output in (y, expected)))
@@ -216,13 +216,13 @@ def test_convert_mode_leaves_the_rest():
     x = torch.randn(1000, requires_grad=True)
     with activations_cuda.ConvertMode():
         for in_place in (F.leaky_relu_, partial(F.leaky_relu, inplace=True), lambda t: F.leaky_relu(t, 0.1, True)):
-            assert kept_bytes(lambda t, f=in_place: f(t * 1), x) == 4000
-        assert kept_bytes(F.relu, x) == 4000
-        assert kept_bytes(F.gelu, x) == 4000
+            assert saved_bytes(lambda t, f=in_place: f(t * 1), x) == 4000
+        assert saved_bytes(F.relu, x) == 4000
+        assert saved_bytes(F.gelu, x) == 4000
         out = torch.empty(1000)
         assert torch.threshold(x.detach(), 0.1, 20.0, out=out) is out
     with activations_cuda.ConvertMode([nn.Hardtanh]):
-        assert kept_bytes(F.relu6, x) == 4000
+        assert saved_bytes(F.relu6, x) == 4000
     with pytest.raises(ValueError, match=r"ConvertMode: expected classes of torch\.nn among"):
         activations_cuda.ConvertMode([nn.Tanh])
 

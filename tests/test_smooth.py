@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import activations_cuda
-from activations_cuda.memory import kept_bytes
+from activations_cuda.memory import saved_bytes
 from family import HALF_TYPES, SMOOTH, assert_same, assert_same_values, every_pattern
 from test_cuda import most_memory  # noqa: F401 - a fixture
 from test_dispatch import Log
@@ -88,18 +88,18 @@ def test_sizes_and_offsets(row, dtype, offset, device):
 def test_output_and_code_are_saved(row, dtype, device):
     for numel in SIZES:
         x = sample(numel, dtype, device).requires_grad_()
-        assert kept_bytes(row, x) == 2 * numel + row.code_bytes(x)
-        assert kept_bytes(lambda t: row(t) @ t.new_ones(t.numel()), x) == 4 * numel + row.code_bytes(
+        assert saved_bytes(row, x) == 2 * numel + row.code_bytes(x)
+        assert saved_bytes(lambda t: row(t) @ t.new_ones(t.numel()), x) == 4 * numel + row.code_bytes(
             x
         )  # which shares the output
-    assert kept_bytes(row, x.detach()) == 0
+    assert saved_bytes(row, x.detach()) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_other_dtypes_are_pytorchs(row, dtype, device):
     x = torch.randn(99, dtype=dtype, device=device, requires_grad=True)
     assert row(x).grad_fn.name() == row.reference(x).grad_fn.name()
-    assert kept_bytes(row, x) == kept_bytes(row.reference, x)
+    assert saved_bytes(row, x) == saved_bytes(row.reference, x)
     with pytest.raises(NotImplementedError, match="_with_code: expected a float16 or bfloat16 tensor, got"):
         row.with_code(x)
 
