@@ -8,6 +8,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 2  # links lead to sections
 html_theme = "furo"
+html_show_copyright = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
