@@ -1,0 +1,63 @@
+"""Sets fewbit's gradients beside this package's: how far they are from PyTorch's, and what is saved for backward.
+
+fewbit (Novikov et al., 2022, arXiv 2202.00441) takes a step function for an activation's derivative, and saves the number of
+the step. Its borders and levels are in fewbit/data/builtin.npz of github.com/skolai/fewbit: this command's argument. Inputs and
+gradients are normal, in bfloat16. Writes benchmarks/results/approximations.json.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+
+import activations_cuda
+from activations_cuda.memory import saved_bytes
+from benchmarks import record
+
+NUMEL = 1 << 20
+OPS = {"gelu": F.gelu, "silu": F.silu, "hardswish": F.hardswish, "mish": F.mish}
+BITS = 1, 2, 3, 4
+
+
+def derivative(function, x, grad):
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(function(x), x, grad)[0]
+
+
+def stepwise(steps, name, bits, x, grad):
+    """The gradient by fewbit's step function."""
+    borders, levels = (torch.from_numpy(steps[f"{name}{bits:02}-{part}"]).float() for part in ("borders", "levels"))
+    return (grad.float() * levels[torch.bucketize(x.float(), borders[1:-1])]).to(grad.dtype)
+
+
+def error(actual, expected):
+    """The norm of the difference, relative to that of PyTorch's gradient."""
+    return round(((actual.double() - expected.double()).norm() / expected.double().norm()).item(), 4)
+
+
+def rows(steps):
+    torch.manual_seed(0)
+    x, grad = (torch.randn(NUMEL).bfloat16() for _ in range(2))
+    for name, pytorch in OPS.items():
+        expected, ours = derivative(pytorch, x, grad), getattr(activations_cuda, name)
+        for bits in BITS:
+            yield name, "fewbit", bits / 8, 0, error(stepwise(steps, name, bits, x, grad), expected)
+        beside_output = saved_bytes(ours, x.requires_grad_()) / NUMEL - x.element_size()
+        yield name, "activations_cuda", beside_output, x.element_size(), error(derivative(ours, x, grad), expected)
+        yield name, "PyTorch", saved_bytes(pytorch, x) / NUMEL, 0, 0.0
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.approximations", description=__doc__)
+    parser.add_argument("steps", type=Path, metavar="builtin.npz", help="fewbit's borders and levels")
+    names = "op", "scheme", "bytes", "output_bytes", "error"
+    found = [dict(zip(names, row, strict=True)) for row in rows(np.load(parser.parse_args().steps))]
+    record.write(record.RESULTS / "approximations.json", {**record.origin(), "numel": NUMEL, "rows": found})
+    print(tabulate(found, headers="keys"))
+
+
+if __name__ == "__main__":
+    main()
