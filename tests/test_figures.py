@@ -109,3 +109,15 @@ def test_figures_of_compiled_models():
         before, after = mlp["converted"], mlp["with the pass"]
         memory = f"in {after['gib']:.3f} GiB instead of {before['gib']:.3f}"
         assert f"{memory}, and in {1 - after['time'] / before['time']:.0%} less time" in text
+
+
+@FROM_SOURCE
+def test_figures_of_approximations():
+    errors = {}
+    for row in json.loads((RESULTS / "approximations.json").read_text())["rows"]:
+        if row["scheme"] != "PyTorch":
+            errors.setdefault(row["op"], []).append(row["error"])
+    assert len(errors) == 4
+    for op, of_schemes in errors.items():
+        assert of_schemes[-1] == 0
+        assert f"| `{op}` | {' | '.join(f'{error:.1%}' for error in of_schemes)} |" in FEW_BITS
