@@ -26,6 +26,11 @@ def test_blocks_run(page):
 
 
 @FROM_SOURCE
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].split()) <= 1200
+
+
+@FROM_SOURCE
 def test_commands():
     """They ask for what the Makefile asks for, and are its targets."""
     makefile = (ROOT / "Makefile").read_text()
