@@ -84,17 +84,18 @@ sanitize: build-test
 # and against, lies in build/wheel-*: an environment with the newest of them, and each without what it depends on.
 TORCHES = 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 TAG := $(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
+DIST = dist/*-$(subst cpython-,cp,$(TAG))-*
 FOR_WHEEL = build/wheel-$(TAG)
 READY = $(FOR_WHEEL)/ready-$(lastword $(TORCHES))
 FROM_TORCH = --exclude "libc10*" --exclude "libtorch*" --exclude "libcudart*"
 colons = $(subst $(eval) ,:,$(1))
 wheel: $(READY) $(TORCHES:%=$(FOR_WHEEL)/%)
-	rm -rf $(FOR_WHEEL)/new dist/*-$(subst cpython-,cp,$(TAG))-* build/lib* build/bdist*
+	rm -rf $(FOR_WHEEL)/new $(DIST) build/lib* build/bdist*
 	$(FOR_WHEEL)/env/bin/python setup.py --quiet sdist --dist-dir dist
 	export PATH="$(abspath $(FOR_WHEEL)/env/bin):$$PATH" TORCH_FOLDERS=$(call colons,$(TORCHES:%=$(FOR_WHEEL)/%/torch)) && \
 	  python setup.py bdist_wheel --dist-dir $(FOR_WHEEL)/new && \
 	  auditwheel repair --plat manylinux_2_28_x86_64 --only-plat $(FROM_TORCH) --wheel-dir dist $(FOR_WHEEL)/new/*.whl
-	! python3 -m zipfile -l dist/*-$(subst cpython-,cp,$(TAG))-*.whl | grep "\.libs/"  # what auditwheel would have copied into it
+	! python3 -m zipfile -l $(DIST).whl | grep "\.libs/"  # what auditwheel would have copied into it
 	ls -l dist
 
 $(READY):
@@ -115,7 +116,7 @@ TESTS =
 try-wheel:
 	rm -rf $(FRESH)
 	$(PYTHON) -m venv $(FRESH)
-	$(FRESH)/bin/python -m pip install --quiet "$(TORCH)" "$$(ls dist/*-$(subst cpython-,cp,$(TAG))-*.whl)[$(EXTRAS)]"
+	$(FRESH)/bin/python -m pip install --quiet "$(TORCH)" "$$(ls $(DIST).whl)[$(EXTRAS)]"
 	cp -r tests examples $(FRESH)
 	cd $(FRESH) && bin/python -m activations_cuda
 	cd $(FRESH)/tests && PATH="$(abspath $(FRESH))/bin:$$PATH" $(PYTEST) $(TESTS)

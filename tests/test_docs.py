@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import activations_cuda
+from family import SMOOTH
 from trees import FROM_SOURCE, ROOT, run
 
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.exists()}
@@ -28,6 +29,17 @@ def test_blocks_run(page):
 @FROM_SOURCE
 def test_the_readme_is_short():
     assert len(PAGES["README.md"].split()) <= 1200
+
+
+@FROM_SOURCE
+def test_bits_of_the_codes():
+    bits = {str(row): row.bits for row in SMOOTH}
+    for name, first in (("gelu", "gelu_none"), ("silu", "silu"), ("hardswish", "hardswish"), ("mish", "mish")):
+        (line,) = re.findall(rf"^\| `{name}\(.*", PAGES["README.md"], re.MULTILINE)
+        assert f"output and {bits[first][0]} bits" in line
+    assert f"({bits['gelu_tanh'][0]} by tanh)" in PAGES["README.md"]
+    assert {in_float16 for _, in_float16 in bits.values()} == {8, 10}
+    assert "in float16 the codes have 8 or 10 bits" in PAGES["README.md"].replace("\n", " ")
 
 
 @FROM_SOURCE
