@@ -203,10 +203,9 @@ def cpu_cases(device="cpu"):
         label = f"{count} thread{'s' * (count > 1)}"
         for name, op in OPS.items():
             for dtype in DTYPES:
-                for power in (22, 24):
-                    x = normal(1 << power, dtype, device)
-                    yield Case(f"forward, {label}", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), 1.0, clock)
-                    yield Case(f"backward, {label}", name, x, "aten", *backward_of(op, x, device), 1.20, clock)
+                x = normal(1 << 22, dtype, device)  # glibc maps a block above 32 MiB anew each time: page faults on both sides
+                yield Case(f"forward, {label}", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), 1.0, clock)
+                yield Case(f"backward, {label}", name, x, "aten", *backward_of(op, x, device), 1.20, clock)
     torch.set_num_threads(threads)
     for numel in (1, 64, 1024):
         yield from call_cases(OPS, FLOAT, device, numel, (0.90, 0.90))

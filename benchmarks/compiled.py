@@ -45,7 +45,7 @@ def measure(name, model):
     trainings = []
     for contender, compile in contenders.values():
         torch._dynamo.reset()
-        trainings.append(Training(contender, batch, torch.bfloat16, compile))
+        trainings.append(Training(contender, batch, torch.bfloat16, compile, captured=True))
         trainings[-1]()
     # Now: captured graphs hold memory of their own.
     peaks = [training.peak([other for other in trainings if other is not training]) for training in trainings]

@@ -186,17 +186,17 @@ def autocast(dtype):
 class Training:
     """A model, its optimizer and one batch. Calling it takes a step and notes the loss."""
 
-    def __init__(self, model, batch, dtype, compile=None):
+    def __init__(self, model, batch, dtype, wrap=None, captured=False):
         self.losses = []
         self.model = model.cuda().to(memory_format=torch.channels_last).train()
-        self.forward = compile(self.model) if compile else self.model
+        self.forward = wrap(self.model) if wrap else self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         self.batch = batch
         self.autocast = autocast(dtype)
-        self.reseeds = compile is None  # what is captured has its own
+        self.captured = captured
 
     def __call__(self):
-        if self.reseeds:
+        if not self.captured:  # a CUDA graph has its own seeds
             torch.manual_seed(len(self.losses))  # dropout is the same in either training
         with self.autocast:
             outputs = self.forward(self.batch)

@@ -6,6 +6,15 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 OURS, PYTORCH, COMPILED, COPY = "tab:blue", "tab:gray", "tab:orange", "black"
+WAYS = {
+    "eager": (PYTORCH, "o"),
+    "converted": (OURS, "o"),
+    "checkpoint": (PYTORCH, "s"),
+    "converted, checkpoint": (OURS, "s"),
+    "save_on_cpu": (PYTORCH, "^"),
+    "torch.compile": (COMPILED, "o"),
+    "torch.compile, budget 0.5": (COMPILED, "s"),
+}
 
 
 def select(rows, **wanted):
@@ -56,7 +65,7 @@ def ratios(axes, rows):
 
 def saved(axes, rows):
     """Bytes saved for backward, per element."""
-    rows = select(rows, case="bytes kept per element", op="hardtanh")
+    rows = select(rows, case="bytes saved per element", op="hardtanh")
     for i, (key, label, color) in enumerate(
         (("reference_bytes", "PyTorch", PYTORCH), ("ours_bytes", "activations_cuda", OURS))
     ):
@@ -102,4 +111,38 @@ def draw_models(path):
     axes[0].invert_yaxis()
     axes[1].legend(loc="lower right")
     figure.suptitle(f"{result['device']}, bfloat16, eager, torch {result['torch']}, commit {result['commit']}", fontsize=10)
+    figure.savefig(Path(path).with_suffix(".png"), dpi=140)
+
+
+def frontier(rows):
+    """Those that no other beats in both time and memory, the fastest first."""
+    best = []
+    for row in sorted(rows, key=lambda row: (row["time"], row["memory"])):
+        if not best or row["memory"] < best[-1]["memory"]:
+            best.append(row)
+    return best
+
+
+def draw_alternatives(path):
+    """Memory over time of each way to train a model, both relative to eager, and the best of them joined."""
+    result = json.loads(Path(path).read_text())
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    figure, axes = plt.subplots(1, len(models), figsize=(9, 3.8), layout="constrained", sharex=True, sharey=True, squeeze=False)
+    for axis, model in zip(axes[0], models, strict=True):
+        rows = select(result["rows"], model=model)
+        best = frontier(rows)
+        axis.plot([row["time"] for row in best], [row["memory"] for row in best], color="lightgray", zorder=0)
+        for row in rows:
+            color, marker = WAYS[row["way"]]
+            axis.scatter(row["time"], row["memory"], color=color, marker=marker, label=row["way"])
+        axis.set_title(f"{model}, batch {rows[0]['batch']}", fontsize=9)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+        axis.set_xlabel("time of a step, eager = 1", fontsize=8)
+    axes[0][0].set_ylim(bottom=0)
+    axes[0][0].set_ylabel("peak memory, eager = 1", fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(f"{result['device']}, bfloat16, torch {result['torch']}, commit {result['commit']}", fontsize=10)
     figure.savefig(Path(path).with_suffix(".png"), dpi=140)
