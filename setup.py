@@ -226,7 +226,11 @@ def extension(name, sources, root, cuda, libraries=(), library_dirs=(), link_arg
         include_dirs=list(map(str, include_dirs)),
         library_dirs=list(map(str, library_dirs)),
         libraries=list(libraries),
-        define_macros=[("FASTACT_VERSION", f'"{VERSION}"'), *([("FASTACT_CUDA", None)] if cuda else [])],
+        define_macros=[
+            ("FASTACT_VERSION", f'"{VERSION}"'),
+            ("AT_PER_OPERATOR_HEADERS", None),  # or PyTorch's headers bring in each of its ops
+            *([("FASTACT_CUDA", None)] if cuda else []),
+        ],
         extra_compile_args=copy.deepcopy(COMPILE_ARGS),  # to which BuildExtension adds
         extra_link_args=list(link_args),
         language="c++",

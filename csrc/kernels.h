@@ -18,7 +18,7 @@ namespace fastact {
 
 // An activation's struct, by name.
 enum class Formula {
-#define ACTIVATION(op, overload, F, parameters, pytorch) F,
+#define ACTIVATION(op, overload, F, parameters, in_pytorch) F,
 #include "family.def"
 };
 

@@ -35,8 +35,8 @@ auto with_type(Dtype dtype, const Function& function) {
 template <Device device, class scalar_t, class Function>
 auto with_activation(Formula formula, const void* activation, const Function& function) {
   switch (formula) {
-#define ACTIVATION(op, overload, F, parameters, pytorch) \
-  case Formula::F:                                       \
+#define ACTIVATION(op, overload, F, parameters, in_pytorch) \
+  case Formula::F:                                          \
     return function(*static_cast<const F<scalar_t, device>*>(activation));
 #include "family.def"
   }

@@ -1,7 +1,7 @@
 // What the kernels take, and who answers for the rest: PyTorch's own op, or an error that names the op.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <cmath>
 #include <limits>
@@ -11,6 +11,7 @@
 #include "../activations.h"
 #include "../mask.h"
 #include "family.h"
+#include "find.h"
 #include "strides.h"
 
 namespace fastact {
@@ -57,18 +58,23 @@ void check_parameters(Parameters... parameters) {
       Activation::accepts(parameters...), Op::name, ": expected ", Activation::requirement, ", got ", join(parameters...));
 }
 
+// How PyTorch's own ops take a parameter.
+template <class Parameter>
+using ScalarFor = const at::Scalar&;
+
 // PyTorch's own op, for what belongs to it. It raises what its users know; where it would not, this does.
 template <class Op, class... Parameters>
 at::Tensor pytorch(const at::Tensor& self, Parameters... parameters) {
   const auto dtype = self.scalar_type();
   TORCH_CHECK_NOT_IMPLEMENTED(
       dtype != at::kBool && !at::isComplexType(dtype), Op::name, ": expected a tensor of real numbers, got ", dtype);
-  if constexpr (!pytorch_has<Op>) {
+  if constexpr (!Op::in_pytorch) {
     check_parameters<Op>(parameters...);
     TORCH_CHECK_NOT_IMPLEMENTED(kernels_take(dtype), Op::name, ": expected a floating-point tensor, got ", dtype);
     TORCH_CHECK_VALUE(false, Op::name, ": expected numbers within the range of ", dtype, ", got ", join(parameters...));
   } else {
-    at::Tensor output = Op::pytorch(self, parameters...);
+    static const auto op = find_pytorchs<at::Tensor(const at::Tensor&, ScalarFor<Parameters>...)>(Op::name);
+    at::Tensor output = op.call(self, at::Scalar(parameters)...);
     check_parameters<Op>(parameters...);
     return output;
   }

@@ -1,7 +1,7 @@
 // The derivative of every op of the family, and of itself: grad times one of two slopes, chosen by the saved bit.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <typeinfo>
 

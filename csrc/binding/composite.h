@@ -2,9 +2,12 @@
 // devices): the value by PyTorch's own op, and as ATen ops the condition that the kernels would write as bits.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <numeric>
@@ -31,7 +34,7 @@ inline at::Tensor in_opmath(const at::Tensor& self) {
 
 // Whether the value is composed of ATen's ops, since PyTorch doesn't have the op or can't shard it.
 template <class Op>
-constexpr bool is_composed = !pytorch_has<Op> || !Op::template Activation<double>::shards;
+constexpr bool is_composed = !Op::in_pytorch || !Op::template Activation<double>::shards;
 
 // The value as ATen ops.
 template <class Op, class... Parameters>

@@ -1,8 +1,8 @@
 // How an op comes to its kernel.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 
 #include "packed.h"
 

@@ -1,9 +1,9 @@
 // What a line of family.def says of a member, as a type: HardtanhOp and SiluOp have a name, an overload, parameters as the
-// schema writes them and as types, and what Python must know. HardtanhOp has the activation's struct and PyTorch's own op,
-// SiluOp is derived from its struct.
+// schema writes them and as types, and what Python must know. HardtanhOp has the activation's struct, SiluOp is derived from
+// its own.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <tuple>
 #include <type_traits>
@@ -14,28 +14,25 @@
 
 namespace fastact {
 
-// For a member that PyTorch doesn't have.
-constexpr std::nullptr_t none = nullptr;
-
 // As many doubles as an activation's struct is made from.
 template <class Activation>
 using DoublesFor = std::conditional_t<
     std::is_constructible_v<Activation, double, double>, std::tuple<double, double>,
     std::conditional_t<std::is_constructible_v<Activation, double>, std::tuple<double>, std::tuple<>>>;
 
-#define ACTIVATION(op, overload_name, F, parameter_list, pytorch_op)  \
-  struct F##Op {                                                      \
-    template <class scalar_t, Device device = Device::cpu>            \
-    using Activation = F<scalar_t, device>;                           \
-    using Parameters = DoublesFor<F<double, Device::cpu>>;            \
-    static constexpr Formula formula = Formula::F;                    \
-    static constexpr const char* name = #op;                          \
-    static constexpr const char* overload = #overload_name;           \
-    static constexpr const char* parameters = parameter_list;         \
-    static constexpr const char* keyword = nullptr;                   \
-    static constexpr auto pytorch = pytorch_op;                       \
-    static constexpr Saves pytorch_saves = Activation<double>::saves; \
-    static constexpr bool saves_output = false;                       \
+#define ACTIVATION(op, overload_name, F, parameter_list, is_in_pytorch) \
+  struct F##Op {                                                        \
+    template <class scalar_t, Device device = Device::cpu>              \
+    using Activation = F<scalar_t, device>;                             \
+    using Parameters = DoublesFor<F<double, Device::cpu>>;              \
+    static constexpr Formula formula = Formula::F;                      \
+    static constexpr const char* name = #op;                            \
+    static constexpr const char* overload = #overload_name;             \
+    static constexpr const char* parameters = parameter_list;           \
+    static constexpr const char* keyword = nullptr;                     \
+    static constexpr bool in_pytorch = is_in_pytorch;                   \
+    static constexpr Saves pytorch_saves = Activation<double>::saves;   \
+    static constexpr bool saves_output = false;                         \
   };
 #define SMOOTH(op, F)                                    \
   struct F##Op : F {                                     \
@@ -45,9 +42,6 @@ using DoublesFor = std::conditional_t<
     static constexpr bool saves_output = true;           \
   };
 #include "../family.def"
-
-template <class Op>
-constexpr bool pytorch_has = !std::is_null_pointer_v<std::decay_t<decltype(Op::pytorch)>>;
 
 template <template <class...> class Use, class Op, class Parameters>
 struct Expansion;

@@ -144,7 +144,7 @@ Member member() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace fastact;
   static PyMethodDef methods[] = {
-#define ACTIVATION(op, overload, F, parameters, pytorch) method<F##Op, false>(), method<F##Op, true>(),
+#define ACTIVATION(op, overload, F, parameters, in_pytorch) method<F##Op, false>(), method<F##Op, true>(),
 #define SMOOTH(op, F) method<F##Op, false>(), method<F##Op, true>(),
 #include "../family.def"
       {nullptr, nullptr, 0, nullptr}};
@@ -157,7 +157,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readonly("saves_output", &Member::saves_output)
       .def_readonly("packed_op", &Member::packed_op);
   py::dict family;  // by the name of the op
-#define ACTIVATION(op, overload, F, parameters, pytorch) family[#op] = member<F##Op>();
+#define ACTIVATION(op, overload, F, parameters, in_pytorch) family[#op] = member<F##Op>();
 #define SMOOTH(op, F) family[#op] = member<F##Op>();
 #include "../family.def"
   module.attr("family") = family;

@@ -1,7 +1,7 @@
 // What the binding uses of PyTorch and some of the releases that it builds for lack.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/enum_tag.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 

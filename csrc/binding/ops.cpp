@@ -1,6 +1,6 @@
 // The ops of the namespace `fastact`: schemas, and which path serves which dispatch key.
-#include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/Functions.h>  // all of them, since an activation's struct may call any on a tensor
 #include <ATen/LegacyVmapTransforms.h>
 #include <torch/library.h>
 
@@ -36,10 +36,6 @@ bool may_forget_history(const Tensor& tensor) {
   return at::GradMode::is_enabled() && !tensor.is_leaf() && !tensor.is_view() && !tensor.retains_grad() &&
          !tensor._fw_grad(/*level=*/0).defined();
 }
-
-// How PyTorch's own ops take a parameter.
-template <class Parameter>
-using ScalarFor = const at::Scalar&;
 
 // What the dispatcher calls for one member of the family; `Parameters` are as many doubles as its struct is made from.
 template <class Op, class... Parameters>
@@ -91,7 +87,7 @@ struct Implementation {
 
   // For TorchScript, which records PyTorch's ops: what it saves is to run where this library isn't.
   static Tensor traced(const Tensor& self, Parameters... parameters) {
-    if constexpr (pytorch_has<Op>) {
+    if constexpr (Op::in_pytorch) {
       return pytorch<Op>(self, parameters...);
     } else {
       return autograd_composite(self, parameters...);
@@ -99,7 +95,7 @@ struct Implementation {
   }
 
   static Tensor& traced_inplace(Tensor& self, Parameters... parameters) {
-    if constexpr (pytorch_has<Op>) {
+    if constexpr (Op::in_pytorch) {
       static const auto pytorchs = c10::Dispatcher::singleton().findSchema({std::string("aten::") + Op::name + "_", ""});
       if (pytorchs) {
         return pytorchs->template typed<Tensor&(Tensor&, ScalarFor<Parameters>...)>().call(self, at::Scalar(parameters)...);
@@ -327,7 +323,7 @@ void define(torch::Library& library) {
 }  // namespace
 
 TORCH_LIBRARY(fastact, library) {
-#define ACTIVATION(op, overload, F, parameters, pytorch) define<F##Op>(library);
+#define ACTIVATION(op, overload, F, parameters, in_pytorch) define<F##Op>(library);
 #include "../family.def"
   library.def(
       "masked_scale(Tensor grad, Tensor mask, float inside, float outside, *, SymInt[]? mask_strides=None, "

@@ -2,10 +2,11 @@
 // CUDA. Nothing here checks its arguments.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <tuple>

@@ -1,5 +1,7 @@
 #include "smooth_autograd.h"
 
+#include <ATen/ops/alias.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>

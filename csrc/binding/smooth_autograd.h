@@ -1,7 +1,7 @@
 // The derivative of the smooth activations: what is saved is the output, which others mostly save too, and a code.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <typeinfo>
 

@@ -1,6 +1,8 @@
 // The ops of the smooth activations in the namespace `fastact`: schemas, and which kernel serves which dispatch key. What isn't
 // a plain tensor of a dtype of 16 bits is PyTorch's own op's.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <string>

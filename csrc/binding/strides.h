@@ -1,9 +1,9 @@
 // Which strides an output and a gradient have, and how a kernel that walks them in memory order finds what it reads.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <numeric>
