@@ -1,14 +1,13 @@
 """Trains models in bfloat16 on the GPU at hand by each way to save memory: time, memory, and whether the bits stay the same.
 
 Each way takes its steps in turn with the model as it comes. Writes benchmarks/results/<device>-alternatives.json and draws it.
+Names of models on the command line run those alone; the other models' results of the same commit stay.
 """
 
-import copy
 import gc
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,13 +18,15 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from activations_cuda._load import has_gpu
-from benchmarks import record
-from benchmarks.models import MODELS, STEPS, Training, both, compare, deterministic, same
+import activations_cuda
+from benchmarks import models, record
+from benchmarks.models import IMAGE, STEPS, Training, both, chosen_models, compare, deterministic, same
 from benchmarks.plot import draw_alternatives
 from benchmarks.timing import StepClock, alternate
 
-NAMES = "mobilenet_v2", "efficientnet_b0", "vit_b_16", "convnext_tiny"
+# Batches so large that none of the ways waits for the host.
+BATCHES = {"mobilenet_v2": 512, "efficientnet_b0": 256, "vit_b_16": 128, "convnext_tiny": 128}
+MODELS = {name: replace(models.MODELS[name], shape=(batch, *IMAGE)) for name, batch in BATCHES.items()}
 BLOCKS = "InvertedResidual", "MBConv", "EncoderBlock", "CNBlock"  # their classes
 
 
@@ -62,7 +63,6 @@ class Way:
 
 
 WAYS = {
-    "eager": Way(),
     "converted": Way(converted=True),
     "checkpoint": Way(with_checkpoints),
     "converted, checkpoint": Way(with_checkpoints, converted=True),
@@ -78,9 +78,9 @@ def measure(name, way):
     torch.cuda.empty_cache()
     earlier = torch.cuda.memory_allocated()
     batch = MODELS[name].batch("cuda")
-    before, converted = both(MODELS[name], torch.bfloat16)
-    after = converted if way.converted else copy.deepcopy(before)
-    del converted
+    before, after = both(MODELS[name], torch.bfloat16)
+    if not way.converted:
+        activations_cuda.revert(after)
     trainings = eager, other = Training(before, batch, torch.bfloat16), Training(after, batch, torch.bfloat16, way.wrap)
     seconds = None
     if way.compiled:
@@ -99,7 +99,7 @@ def measure(name, way):
     parameters = zip(before.parameters(), after.parameters(), strict=True)
     equal["parameters_equal"] = all(torch.equal(*pair) for pair in parameters)
     peaks = eager.peak([other]) - earlier, other.peak([eager]) - earlier
-    return {**equal, **compare(*alternate(StepClock(), *trainings), *peaks), "compile_s": seconds}
+    return {**equal, **compare(*alternate(StepClock(rounds=10), *trainings), *peaks), "compile_s": seconds}
 
 
 def table(rows):
@@ -109,12 +109,13 @@ def table(rows):
 
 
 def main():
-    if not has_gpu():
-        sys.exit("python -m benchmarks.alternatives: needs a GPU and a build of activations_cuda for it")
-    path, rows = record.path("-alternatives"), []
-    for name, label in tqdm([(name, label) for name in NAMES for label in WAYS], unit=" runs"):
+    chosen = chosen_models("python -m benchmarks.alternatives", __doc__, list(MODELS))
+    origin, path = record.origin(), record.path("-alternatives")
+    rows = [row for row in record.earlier(path, origin).get("rows", []) if row["model"] not in chosen]
+    for name, label in tqdm([(name, label) for name in chosen for label in WAYS], unit=" runs"):
         rows.append({"model": name, "way": label, "batch": MODELS[name].shape[0], **measure(name, WAYS[label])})
-        record.write(path, {**record.origin(), "rows": rows})
+        rows.sort(key=lambda row: list(MODELS).index(row["model"]))
+        record.write(path, {**origin, "rows": rows})
     draw_alternatives(path)
     print(table(rows))
     print("\nbefore: the model as it comes. compile_s: the first two steps. weights_equal: parameters and buffers.")

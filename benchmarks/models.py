@@ -9,7 +9,6 @@ results of the same commit stay.
 import argparse
 import copy
 import gc
-import json
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -363,20 +362,24 @@ def table(rows):
     return tabulate(cells, headers=[*columns, "spread of time", "", ""], disable_numparse=True)
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
-    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)}; by default all")
-    chosen = parser.parse_args().models or list(MODELS)
-    if unknown := set(chosen) - set(MODELS):
-        parser.error(f"expected names among {', '.join(MODELS)}, got {', '.join(sorted(unknown))}")
+def chosen_models(prog, description, names):
+    """Those on the command line, or all."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(names)}; by default all")
+    chosen = parser.parse_args().models or names
+    if unknown := set(chosen) - set(names):
+        parser.error(f"expected names among {', '.join(names)}, got {', '.join(sorted(unknown))}")
     if not has_gpu():
         parser.error("needs a GPU and a build of activations_cuda for it")
+    return chosen
 
+
+def main():
+    chosen = chosen_models("python -m benchmarks.models", __doc__, list(MODELS))
     origin, path = record.origin(), record.path("-models")
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    same = earlier.get("commit") == origin["commit"]
-    rows = [row for row in earlier["rows"] if row["model"] not in chosen] if same else []
-    largest = earlier.get("largest_batch") if same else None
+    earlier = record.earlier(path, origin)
+    rows = [row for row in earlier.get("rows", []) if row["model"] not in chosen]
+    largest = earlier.get("largest_batch")
     if "mobilenet_v2" in chosen:
         largest = batches("mobilenet_v2")
     runs = [(name, dtype) for name in chosen for dtype in MODELS[name].dtypes]

@@ -130,9 +130,10 @@ def draw_alternatives(path):
     figure, axes = plt.subplots(1, len(models), figsize=(9, 3.8), layout="constrained", sharex=True, sharey=True, squeeze=False)
     for axis, model in zip(axes[0], models, strict=True):
         rows = select(result["rows"], model=model)
-        best = frontier(rows)
+        eager = {"way": "eager", "time": 1, "memory": 1}
+        best = frontier([eager, *rows])
         axis.plot([row["time"] for row in best], [row["memory"] for row in best], color="lightgray", zorder=0)
-        for row in rows:
+        for row in [eager, *rows]:
             color, marker = WAYS[row["way"]]
             axis.scatter(row["time"], row["memory"], color=color, marker=marker, label=row["way"])
         axis.set_title(f"{model}, batch {rows[0]['batch']}", fontsize=9)

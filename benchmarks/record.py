@@ -30,6 +30,12 @@ def path(kind=""):
     return RESULTS / f"{name}{kind}.json"
 
 
+def earlier(path, origin):
+    """The results that the file has, if they are of the same commit, else an empty dict."""
+    result = json.loads(path.read_text()) if path.exists() else {}
+    return result if result.get("commit") == origin["commit"] else {}
+
+
 def write(path, result):
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
