@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -40,11 +41,16 @@ def load(spec):
         return create()
 
 
+def autocast(dtype):
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=getattr(torch, dtype))
+
+
 def report(arguments):
     model = load(arguments.model)
     images = torch.empty(arguments.batch, 3, arguments.size, arguments.size, device="meta")
     try:
-        result = memory_report(model, images)
+        with autocast(arguments.autocast):
+            result = memory_report(model, images)
     except Exception as error:  # whatever a model raises that wants something else
         raise ValueError(f"{arguments.model} doesn't take images of shape {tuple(images.shape)}: {error}") from error
     print(result)
@@ -71,6 +77,7 @@ def main(argv=None):
     command.add_argument("model", help="torchvision:NAME or timm:NAME, as in torchvision:mobilenet_v2")
     command.add_argument("--batch", type=positive, default=1, help="images in a batch (default: %(default)s)")
     command.add_argument("--size", type=positive, default=224, help="height and width of an image (default: %(default)s)")
+    command.add_argument("--autocast", choices=["bfloat16", "float16"], help="train under torch.autocast in this dtype")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file too")
     command.add_argument("--chart", type=Path, metavar="FILE", help="draw a bar chart into this file, e.g. a PNG or SVG")
     arguments = parser.parse_args(argv)

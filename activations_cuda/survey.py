@@ -234,8 +234,7 @@ class Survey:
     Args:
         model: the model; it is left as it is.
         args, kwargs: the arguments of its forward pass. Tensors may be on any device, meta included. If the pass depends on
-        their
-            values, it runs on real tensors.
+            their values, it runs on real tensors.
         names: the functions whose calls may be converted.
     """
 
@@ -253,7 +252,10 @@ class Survey:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         try:
             with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
-                device = next((tensor.device for tensor in state.values() if not tensor.is_meta), torch.device("cpu"))
+                # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors
+                # autocast would change nothing, and attention, for example, would save more.
+                default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")
+                device = next((tensor.device for tensor in state.values() if not tensor.is_meta), default)
 
                 @cache  # an input that is passed twice is one
                 def fake_like(tensor):
@@ -261,7 +263,6 @@ class Survey:
                     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place)
                     return fake.requires_grad_(tensor.requires_grad)
 
-                # A model on the meta device counts as one on the CPU: attention, for example, saves more on meta tensors.
                 fakes = {name: fake_like(t) if t.is_meta else fake_mode.from_tensor(t) for name, t in state.items()}
                 self._watch(model, fakes, *tree_map_only(Tensor, fake_like, (args, kwargs)))
         except Exception as error:

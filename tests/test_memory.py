@@ -122,6 +122,16 @@ def test_nothing_to_convert_and_nothing_at_all():
         activations_cuda.memory_report(F.relu, torch.randn(3))
 
 
+def test_autocast_reaches_a_model_on_the_meta_device(device):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3))
+    with torch.autocast(device, torch.bfloat16):
+        report = activations_cuda.memory_report(model, torch.empty(2, 3, 34, 34, device="meta"))
+    (silu,) = (layer for layer in report.layers if layer.kind == "SiLU")
+    assert silu.before == 2 * 8 * 32 * 32 * 2
+    assert silu.after == 2 * 8 * 32 * 32 * 5 // 8
+
+
 def test_an_error_in_the_model_leaves_no_hooks_behind():
     with pytest.raises(RuntimeError):
         activations_cuda.memory_report(Net(), torch.randn(3, 5))
@@ -185,6 +195,16 @@ def test_command_refuses_bad_input(capsys, monkeypatch):
     message = fails(["report", "torchvision:mobilenet_v2"], capsys)
     assert "the memory report needs torchvision" in message
     assert f"pip install 'activations-cuda[report]' torch=={torch.__version__.split('+')[0]}" in message
+
+
+def test_command_under_autocast(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("tabulate")
+    monkeypatch.setattr(command, "load", lambda spec: nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3)))
+    path = tmp_path / "report.json"
+    for options, saves in ((), False), (["--autocast", "bfloat16"], True):
+        main(["report", "timm:net", "--json", str(path), *options])
+        result = json.loads(path.read_text())
+        assert (result["after"] < result["before"]) is saves
 
 
 def test_command_says_what_a_model_or_a_path_raises(capsys, monkeypatch, tmp_path):
