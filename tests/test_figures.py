@@ -95,6 +95,29 @@ def test_figures_of_models():
 
 
 @FROM_SOURCE
+def test_figures_of_alternatives():
+    rows = json.loads((RESULTS / "nvidia-h200-alternatives.json").read_text())["rows"]
+
+    def line(row):
+        same = "but for running statistics" if row["parameters_equal"] else "no"
+        same = "yes" if row["losses_equal"] and row["weights_equal"] else same
+        compiles = "" if row["compile_s"] is None else f"{row['compile_s']:.0f}"
+        of_eager = f"{row['after_gib']:.2f} | {row['memory'] - 1:+.0%} | {row['after_ms']:.1f} | {row['time'] - 1:+.0%}"
+        return f"| {row['model']} | {row['way']} | {of_eager} | {compiles} | {same} |"
+
+    assert re.findall(r"^\| .+ \| (?:yes|no|but for running statistics) \|$", BENCHMARKS, re.MULTILINE) == [*map(line, rows)]
+    less = {
+        row["way"]: [f"{abs(1 - row[what]):.0%}" for what in ("memory", "time")]
+        for row in rows
+        if row["model"] == "mobilenet_v2"
+    }
+    text = README.replace("\n", " ")
+    assert "converting saves {} of the memory and {} of the time".format(*less["converted"]) in text
+    assert "checkpointing its blocks saves {} and takes {} more time".format(*less["checkpoint"]) in text
+    assert "a budget of 0.5 saves {} and takes {} less".format(*less["torch.compile, budget 0.5"]) in text
+
+
+@FROM_SOURCE
 def test_figures_of_compiled_models():
     rows = json.loads((RESULTS / "nvidia-h200-compiled.json").read_text())["rows"]
     text = BENCHMARKS.replace("\n", " ")
