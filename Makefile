@@ -49,7 +49,7 @@ help:
 	@echo "$$HELP"
 
 demo: build-nothing
-	@$(BIN)/python -m activations_cuda
+	@$(BIN)/python -m activations_cuda  # of this folder: it isn't installed
 
 # One process alone on a GPU: some tests need most of its memory.
 AND_NOT_SLOW = $(if $(SLOW),, and not slow)
@@ -128,13 +128,18 @@ lint: $(BIN)/python
 	$(BIN)/python -m pip install --quiet pre-commit
 	$(BIN)/python -m pre_commit run --all-files --show-diff-on-failure
 
-# With an extra of pyproject.toml, or with nothing.
+# With what an extra of pyproject.toml needs.
 build-%: $(VENV)/with-%
-	$(call step,compiling what has changed,$(BIN)/python setup.py build_ext --inplace)
+	$(COMPILE)
+
+build-nothing: $(VENV)/$(TORCH)
+	$(COMPILE)
+
+COMPILE = $(call step,compiling,$(BIN)/python setup.py build_ext --inplace)
 
 $(VENV)/with-%: $(VENV)/$(TORCH) pyproject.toml setup.py
-	$(call step,installing the package$(if $(filter nothing,$*),, and what [$*] needs),$(BIN)/python -m pip install --verbose \
-	  --no-build-isolation --editable ".$(if $(filter nothing,$*),,[$*])" "torch==$$($(TORCH_VERSION))")
+	$(call step,installing the package and what [$*] needs,$(BIN)/python -m pip install --verbose \
+	  --no-build-isolation --editable ".[$*]" "torch==$$($(TORCH_VERSION))")
 	@touch $@
 
 $(VENV)/$(TORCH): | $(BIN)/python
