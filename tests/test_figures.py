@@ -106,6 +106,11 @@ def test_figures_of_alternatives():
         return f"| {row['model']} | {row['way']} | {of_eager} | {compiles} | {same} |"
 
     assert re.findall(r"^\| .+ \| (?:yes|no|but for running statistics) \|$", BENCHMARKS, re.MULTILINE) == [*map(line, rows)]
+    times = {way: [row["time"] for row in rows if row["way"] == way] for way in ("checkpoint", "save_on_cpu")}
+    low, high = (bound(times["checkpoint"]) - 1 for bound in (min, max))
+    assert f"for {100 * low:.0f} to {high:.0%} more time" in BENCHMARKS
+    low, high = (bound(times["save_on_cpu"]) for bound in (min, max))
+    assert f"takes {low:.0f} to {high:.0f} times the time" in BENCHMARKS
     less = {
         row["way"]: [f"{abs(1 - row[what]):.0%}" for what in ("memory", "time")]
         for row in rows
