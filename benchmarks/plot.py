@@ -6,7 +6,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 OURS, PYTORCH, COMPILED, COPY = "tab:blue", "tab:gray", "tab:orange", "black"
-WAYS = {
+MARKS = {  # of the ways in benchmarks.alternatives
     "eager": (PYTORCH, "o"),
     "converted": (OURS, "o"),
     "checkpoint": (PYTORCH, "s"),
@@ -134,7 +134,7 @@ def draw_alternatives(path):
         best = frontier([eager, *rows])
         axis.plot([row["time"] for row in best], [row["memory"] for row in best], color="lightgray", zorder=0)
         for row in [eager, *rows]:
-            color, marker = WAYS[row["way"]]
+            color, marker = MARKS[row["way"]]
             axis.scatter(row["time"], row["memory"], color=color, marker=marker, label=row["way"])
         axis.set_title(f"{model}, batch {rows[0]['batch']}", fontsize=9)
         axis.set_xscale("log", base=2)
