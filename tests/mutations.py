@@ -55,7 +55,8 @@ ARGUMENTS = "csrc/binding/arguments.h"
 AUTOGRAD = "csrc/binding/autograd.cpp"
 MASK = "csrc/mask.h"
 PACKED = "csrc/binding/packed.h"
-CPU = "csrc/cpu/kernels.cpp"
+CPU_BLOCK = "csrc/cpu/block.h"
+CPU = "csrc/cpu/backward.cpp"
 CUDA = "csrc/cuda/kernels.cu"
 ACCESS = "csrc/cuda/access.cuh"
 CODE = "csrc/code.h"
@@ -97,14 +98,14 @@ SHARED = [
 ON = {
     "cpu": [
         Mutant("NaN is clamped", ACTIVATIONS, "x < low ? low : x", "x > low ? x : low"),
-        Mutant("the tail's bits are not packed", CPU, "  if (i < n) {\n    const", "  if (i + 1 < n) {\n    const"),
-        Mutant("bits past the end", CPU, "std::fill(flags + n, flags + (n + 15) / 16 * 16, 0);", ""),
+        Mutant("the tail's bits are not packed", CPU_BLOCK, "  if (i < n) {\n    const", "  if (i + 1 < n) {\n    const"),
+        Mutant("bits past the end", CPU_BLOCK, "std::fill(flags + n, flags + (n + 15) / 16 * 16, 0);", ""),
         Mutant("the tail is not scaled", CPU, "  if (i < n) {\n    octet", "  if (i + 1 < n) {\n    octet"),
         Mutant("the tail is one too long", CPU, "(n - i) * sizeof(scalar_t)", "(n - i + 1) * sizeof(scalar_t)"),
         Mutant("bits in the other order", CPU, "{1, 2, 4, 8, 16, 32, 64, 128}", "{128, 64, 32, 16, 8, 4, 2, 1}"),
         Mutant("a slope of 0 multiplies", CPU, "if (slope == 0) {", "if (false) {"),
         Mutant("a half type's slope outside", CPU, "multiplies(inside) || multiplies(outside)", "multiplies(inside)"),
-        Mutant("rows without their pitch", CPU, "row * rows.pitch + column", "row * rows.length + column"),
+        Mutant("rows without their pitch", CPU_BLOCK, "row * rows.pitch + column", "row * rows.length + column"),
         Mutant("a walk that doesn't go back", CPU, "      offset -= at[dim] * walk.grad[dim];\n", ""),
         Mutant("a walk in steps of one", CPU, "grad[offset + k * walk.grad[0]]", "grad[offset + k]"),
         Mutant("the last block is left out", PACKED, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),

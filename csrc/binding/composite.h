@@ -6,7 +6,9 @@
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/abs.h>  // this, clamp and where for the formulas of activations.h
 #include <ATen/ops/arange.h>
+#include <ATen/ops/clamp.h>
 #include <ATen/ops/where.h>
 
 #include <algorithm>

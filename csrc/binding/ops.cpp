@@ -1,7 +1,8 @@
 // The ops of the namespace `fastact`: schemas, and which path serves which dispatch key.
 #include <ATen/ExpandUtils.h>
-#include <ATen/Functions.h>  // all of them, since an activation's struct may call any on a tensor
 #include <ATen/LegacyVmapTransforms.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <string>
