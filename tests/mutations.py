@@ -56,7 +56,7 @@ AUTOGRAD = "csrc/binding/autograd.cpp"
 MASK = "csrc/mask.h"
 PACKED = "csrc/binding/packed.h"
 CPU_BLOCK = "csrc/cpu/block.h"
-CPU = "csrc/cpu/backward.cpp"
+CPU_BACKWARD = "csrc/cpu/backward.cpp"
 CUDA = "csrc/cuda/kernels.cu"
 ACCESS = "csrc/cuda/access.cuh"
 CODE = "csrc/code.h"
@@ -100,14 +100,14 @@ ON = {
         Mutant("NaN is clamped", ACTIVATIONS, "x < low ? low : x", "x > low ? x : low"),
         Mutant("the tail's bits are not packed", CPU_BLOCK, "  if (i < n) {\n    const", "  if (i + 1 < n) {\n    const"),
         Mutant("bits past the end", CPU_BLOCK, "std::fill(flags + n, flags + (n + 15) / 16 * 16, 0);", ""),
-        Mutant("the tail is not scaled", CPU, "  if (i < n) {\n    octet", "  if (i + 1 < n) {\n    octet"),
-        Mutant("the tail is one too long", CPU, "(n - i) * sizeof(scalar_t)", "(n - i + 1) * sizeof(scalar_t)"),
-        Mutant("bits in the other order", CPU, "{1, 2, 4, 8, 16, 32, 64, 128}", "{128, 64, 32, 16, 8, 4, 2, 1}"),
-        Mutant("a slope of 0 multiplies", CPU, "if (slope == 0) {", "if (false) {"),
-        Mutant("a half type's slope outside", CPU, "multiplies(inside) || multiplies(outside)", "multiplies(inside)"),
+        Mutant("the tail is not scaled", CPU_BACKWARD, "  if (i < n) {\n    octet", "  if (i + 1 < n) {\n    octet"),
+        Mutant("the tail is one too long", CPU_BACKWARD, "(n - i) * sizeof(scalar_t)", "(n - i + 1) * sizeof(scalar_t)"),
+        Mutant("bits in the other order", CPU_BACKWARD, "{1, 2, 4, 8, 16, 32, 64, 128}", "{128, 64, 32, 16, 8, 4, 2, 1}"),
+        Mutant("a slope of 0 multiplies", CPU_BACKWARD, "if (slope == 0) {", "if (false) {"),
+        Mutant("a half type's slope outside", CPU_BACKWARD, "multiplies(inside) || multiplies(outside)", "multiplies(inside)"),
         Mutant("rows without their pitch", CPU_BLOCK, "row * rows.pitch + column", "row * rows.length + column"),
-        Mutant("a walk that doesn't go back", CPU, "      offset -= at[dim] * walk.grad[dim];\n", ""),
-        Mutant("a walk in steps of one", CPU, "grad[offset + k * walk.grad[0]]", "grad[offset + k]"),
+        Mutant("a walk that doesn't go back", CPU_BACKWARD, "      offset -= at[dim] * walk.grad[dim];\n", ""),
+        Mutant("a walk in steps of one", CPU_BACKWARD, "grad[offset + k * walk.grad[0]]", "grad[offset + k]"),
         Mutant("the last block is left out", PACKED, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
         Mutant("a thread begins one late", PACKED, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),
         Mutant("an input of its neighbour's number", CPU_LOOKUP, "of_group.get(i)", "of_group.get(0)"),

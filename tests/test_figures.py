@@ -109,6 +109,8 @@ def test_figures_of_alternatives():
     times = {way: [row["time"] for row in rows if row["way"] == way] for way in ("checkpoint", "save_on_cpu")}
     low, high = (bound(times["checkpoint"]) - 1 for bound in (min, max))
     assert f"for {100 * low:.0f} to {high:.0%} more time" in BENCHMARKS
+    low, high = next(row["spread"] for row in rows if (row["model"], row["way"]) == ("efficientnet_b0", "checkpoint"))
+    assert f"in EfficientNet-B0 the middle 80% of them take {100 * (low - 1):.0f} to {high - 1:.0%} more time" in BENCHMARKS
     low, high = (bound(times["save_on_cpu"]) for bound in (min, max))
     assert f"takes {low:.0f} to {high:.0f} times the time" in BENCHMARKS
     less = {

@@ -27,7 +27,7 @@
 #endif
 
 namespace fastact::cpu {
-namespace {  // each file inlines its own into its clones
+namespace {  // a copy for each file, which the compiler may inline and specialise
 
 // Flags, each a byte of 0 or 1, to bits; `flags` has room for a multiple of 16, of which those from n on are overwritten by 0.
 inline void pack(uint8_t* flags, uint8_t* mask, int64_t n) {
