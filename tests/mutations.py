@@ -61,6 +61,7 @@ CUDA = "csrc/cuda/kernels.cu"
 ACCESS = "csrc/cuda/access.cuh"
 CODE = "csrc/code.h"
 TABLES = "csrc/binding/tables.cpp"
+ENCODE = "csrc/binding/encode.cpp"
 CPU_LOOKUP = "csrc/cpu/lookup.cpp"
 CUDA_LOOKUP = "csrc/cuda/lookup.cu"
 
@@ -146,13 +147,13 @@ ON = {
         Mutant("a walk without its place in the group", CUDA_LOOKUP, "numbers.get(place % kGroup)", "numbers.get(i)"),
         Mutant(
             "codes on the default stream",
-            TABLES,
+            ENCODE,
             "tables.bits, output.numel(), stream)",
             "tables.bits, output.numel(), nullptr)",
         ),
         Mutant(
             "code_backward on the default stream",
-            TABLES,
+            ENCODE,
             "tables.bits, to, output.numel(),\n                     stream)",
             "tables.bits, to, output.numel(),\n                     nullptr)",
         ),

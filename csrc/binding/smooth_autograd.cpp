@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "encode.h"
 #include "find.h"
 #include "node.h"
-#include "tables.h"
 
 namespace fastact {
 namespace {

@@ -11,12 +11,12 @@
 #include "../code.h"
 #include "autograd.h"
 #include "dispatch.h"
+#include "encode.h"
 #include "family.h"
 #include "find.h"
 #include "older_torch.h"
 #include "smooth_autograd.h"
 #include "strides.h"
-#include "tables.h"
 
 namespace fastact {
 namespace {

@@ -4,9 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <tuple>
-
-#include "../lookup.h"
 #include "smooth.h"
 
 namespace fastact {
@@ -24,20 +21,5 @@ struct Tables {
 // The tables for a plain tensor of a dtype of 16 bits, or null where PyTorch's op must serve: its gradient isn't what these
 // tables give (there is a warning then, once), or a CUDA graph is being captured and the tables aren't there yet.
 const Tables* tables_for(const Smooth& activation, const at::Tensor& self);
-
-// The output, and unless `with_code` is false the code, in the output's memory order.
-std::tuple<at::Tensor, at::Tensor> encode(
-    const Smooth& activation, const Tables& tables, const at::Tensor& self, bool with_code);
-
-// In place. Returns beside the code the tensor whose memory order it has: `self`, or where that isn't dense, a dense copy.
-std::tuple<at::Tensor, at::Tensor> encode_inplace(const Smooth& activation, const Tables& tables, at::Tensor& self);
-
-// The input of a dense output, with these strides.
-at::Tensor decode(const Tables& tables, const at::Tensor& output, const at::Tensor& code, at::IntArrayRef strides);
-
-// What PyTorch's backward returns for an input with these strides. The output is dense.
-at::Tensor backward(
-    const Smooth& activation, const Tables& tables, const at::Tensor& grad, const at::Tensor& output, const at::Tensor& code,
-    at::IntArrayRef input_strides);
 
 }  // namespace fastact

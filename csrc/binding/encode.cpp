@@ -1,0 +1,198 @@
+#include "encode.h"
+
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <utility>
+
+#include "../code.h"
+#include "../lookup.h"
+#include "packed.h"
+#include "strides.h"
+
+namespace fastact {
+namespace {
+
+using at::Tensor;
+
+template <class T>
+ByNumber<T> by_number(const Tables& tables, const Tensor& list, const Tensor& direct) {
+  return {
+      static_cast<const uint32_t*>(tables.first.data_ptr()), static_cast<const T*>(list.data_ptr()),
+      direct.defined() ? static_cast<const T*>(direct.data_ptr()) : nullptr};
+}
+
+const uint16_t* patterns(const Tensor& tensor) {
+  return static_cast<const uint16_t*>(tensor.data_ptr());
+}
+
+uint16_t* mutable_patterns(const Tensor& tensor) {
+  return static_cast<uint16_t*>(tensor.data_ptr());
+}
+
+Tensor empty_code(const Tensor& like, int bits) {
+  const int64_t bytes = code_bytes(like.numel(), bits);
+#if defined(FASTACT_CUDA)
+  if (like.is_cuda()) {
+    return Cuda::empty_bytes(like, bytes);
+  }
+#endif
+  return Cpu::empty_bytes(like, bytes);
+}
+
+template <class Range>
+void parallel(const Tensor& tensor, const Range& range) {
+  at::parallel_for(0, groups_of(tensor.numel()), at::internal::GRAIN_SIZE / kGroup, range);
+}
+
+// Writes output and code where they are dense.
+void encode_into(const Tables& tables, const Tensor& self, const Tensor& output, const Tensor& code) {
+  if (output.numel() == 0) {
+    return;
+  }
+#if defined(FASTACT_CUDA)
+  if (self.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(self.device());
+    const Source source = source_of(self, output);
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    const uint16_t* x = patterns(source.tensor);
+    uint16_t* y = mutable_patterns(output);
+    Cuda::check_launch(
+        code.defined() ? cuda::encode(
+                             static_cast<const uint32_t*>(tables.entries.data_ptr()), x, source.rows, y,
+                             mutable_data<uint8_t>(code), tables.bits, output.numel(), stream)
+                       : cuda::look_up(patterns(tables.outputs), x, source.rows, y, output.numel(), stream));
+    return;
+  }
+#endif
+  const Tensor dense = agree(self.sizes(), self.strides(), output.strides()) ? self : at::empty_like(output).copy_(self);
+  parallel(dense, [&](int64_t begin, int64_t end) {
+    cpu::encode(patterns(tables.entries), patterns(dense), mutable_data<uint8_t>(code), tables.bits, dense.numel(), begin, end);
+  });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> encode(const Smooth& activation, const Tables& tables, const Tensor& self, bool with_code) {
+  Tensor output;
+#if defined(FASTACT_CUDA)
+  if (self.is_cuda()) {
+    output = Cuda::empty(self, elementwise_format(self));
+  }
+#endif
+  if (!output.defined()) {
+    output = activation.forward(self);
+  }
+  Tensor code = with_code ? empty_code(output, tables.bits) : Tensor();
+  encode_into(tables, self, output, code);
+  return {std::move(output), std::move(code)};
+}
+
+std::tuple<Tensor, Tensor> encode_inplace(const Smooth& activation, const Tables& tables, Tensor& self) {
+  if (self.is_cuda() && self.is_non_overlapping_and_dense()) {
+    Tensor code = empty_code(self, tables.bits);
+    encode_into(tables, self, self, code);
+    return {self, std::move(code)};
+  }
+  auto result = encode(activation, tables, self, /*with_code=*/true);
+  Tensor& output = std::get<0>(result);
+  self.copy_(output);
+  if (agree(self.sizes(), self.strides(), output.strides())) {
+    output = self;
+  }
+  return result;
+}
+
+namespace {
+
+// The kernels read a code word by word, and a hook on what is saved may return a slice of something.
+Tensor aligned(const Tensor& code) {
+  return reinterpret_cast<uintptr_t>(code.data_ptr()) % sizeof(uint64_t) == 0 ? code : code.clone();
+}
+
+// A copy with these strides: PyTorch's CPU ops compute a tensor that isn't contiguous otherwise. What is expanded stays
+// expanded.
+Tensor laid_out(const Tensor& self, at::IntArrayRef strides) {
+  Tensor once = self;
+  for (int64_t dim = 0; dim < self.dim(); ++dim) {
+    if (strides[dim] == 0 && self.numel() > 0) {
+      once = once.narrow(dim, 0, 1);
+    }
+  }
+  return at::empty_strided(once.sizes(), strides, self.options()).copy_(once).expand(self.sizes());
+}
+
+}  // namespace
+
+Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_code, at::IntArrayRef strides) {
+  const Tensor code = aligned(saved_code);
+  if (output.strides() != strides) {
+    return laid_out(decode(tables, output, code, output.strides()), strides);
+  }
+  const Tensor input = at::empty_like(output);
+  if (output.numel() == 0) {
+    return input;
+  }
+  const auto inputs = by_number<uint16_t>(tables, tables.inputs, Tensor());
+#if defined(FASTACT_CUDA)
+  if (output.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(output.device());
+    Cuda::check_launch(
+        cuda::decode(
+            inputs, patterns(output), const_data<uint8_t>(code), tables.bits, mutable_patterns(input), output.numel(),
+            c10::cuda::getCurrentCUDAStream()));
+    return input;
+  }
+#endif
+  parallel(output, [&](int64_t begin, int64_t end) {
+    cpu::decode(
+        inputs, patterns(output), const_data<uint8_t>(code), tables.bits, mutable_patterns(input), output.numel(), begin, end);
+  });
+  return input;
+}
+
+namespace {
+
+#if defined(FASTACT_CUDA)
+template <class scalar_t>
+void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& code, const Tensor& result) {
+  const auto slopes = by_number<float>(tables, tables.slopes, tables.direct);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto* from = const_data<scalar_t>(grad);
+  const auto* bytes = const_data<uint8_t>(code);
+  auto* to = mutable_data<scalar_t>(result);
+  const bool in_order =
+      agree(output.sizes(), grad.strides(), output.strides()) && agree(output.sizes(), result.strides(), output.strides());
+  Cuda::check_launch(
+      in_order ? cuda::scale(
+                     dtype_of<scalar_t>, slopes, tables.factors, from, patterns(output), bytes, tables.bits, to, output.numel(),
+                     stream)
+               : cuda::scale(
+                     dtype_of<scalar_t>, slopes, tables.factors, from, walk_of(grad, output.strides(), result),
+                     patterns(output), bytes, tables.bits, to, output.numel(), stream));
+}
+#endif
+
+}  // namespace
+
+Tensor backward(
+    const Smooth& activation, const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& saved_code,
+    at::IntArrayRef input_strides) {
+  const Tensor code = aligned(saved_code);
+#if defined(FASTACT_CUDA)
+  if (output.is_cuda()) {
+    const bool alike = grad.strides() == input_strides;
+    const Tensor result = alike ? Cuda::empty(grad, elementwise_format(grad))
+                                : Cuda::empty_strided(grad, elementwise_strides(grad.sizes(), grad.strides(), input_strides));
+    if (result.numel() > 0) {
+      const c10::cuda::CUDAGuard guard(output.device());
+      AT_DISPATCH_REDUCED_FLOATING_TYPES(
+          output.scalar_type(), "code_backward", [&] { scale<scalar_t>(tables, grad, output, code, result); });
+    }
+    return result;
+  }
+#endif
+  return activation.backward(grad, decode(tables, output, code, input_strides));
+}
+
+}  // namespace fastact
