@@ -276,12 +276,14 @@ def test_saved_tensors_hooks(row, layout, inplace, device):
 
 
 @EACH_TYPE
-def test_a_code_anywhere_in_memory(row, dtype, device):
+def test_output_and_code_anywhere_in_memory(row, dtype, device):
     x, grad = (sample(99, dtype, device, seed) for seed in (0, 1))
     output, code = row.with_code(x)
+    expected = row.reference_backward(grad, x)
     for offset in range(1, 8):
-        moved = torch.cat([code.new_zeros(offset), code])[offset:]
-        assert_same(row.code_backward(grad, output, moved), row.reference_backward(grad, x))
+        moved_output, moved_code = (torch.cat([saved.new_zeros(offset), saved])[offset:] for saved in (output, code))
+        assert_same(row.code_backward(grad, moved_output, code), expected)
+        assert_same(row.code_backward(grad, output, moved_code), expected)
 
 
 def test_compiled(row, device):
