@@ -13,8 +13,6 @@
 namespace fastact {
 namespace {
 
-using at::Tensor;
-
 template <class T>
 ByNumber<T> by_number(const Tables& tables, const Tensor& list, const Tensor& direct) {
   return {
