@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -57,8 +58,11 @@ def tensor_parallel(model):
 
 
 CASES = [
-    Case("DDP", "mobilenet_v2", lambda: from_torchvision("mobilenet_v2"), data_parallel, (128, *IMAGE), autocast=True),
-    Case("FSDP2", "mobilenet_v2", lambda: from_torchvision("mobilenet_v2"), fully_sharded, (128, *IMAGE), autocast=True),
+    *(
+        Case(parallel, model, partial(from_torchvision, model), parallelize, (128, *IMAGE), autocast=True)
+        for model in ("mobilenet_v2", "efficientnet_b0")
+        for parallel, parallelize in (("DDP", data_parallel), ("FSDP2", fully_sharded))
+    ),
     Case("tensor parallel", "MLP, 4 x 4096", mlp, tensor_parallel, (8192, 4096), autocast=False),
 ]
 
