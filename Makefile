@@ -23,7 +23,7 @@ BIN = $(VENV)/bin
 BUILD_NEEDS = "setuptools>=77,<82" ninja
 # Named again where the package is installed: an extra like torchvision could replace the torch that it is compiled for.
 TORCH_VERSION = $(BIN)/python -c "from importlib.metadata import version; print(version('torch'))"
-INSTALL_TORCH = { $(if $(filter torch,$(TORCH)),$(BIN)/python -c "import torch" 2>/dev/null ||) $(BIN)/python -m pip install "$(TORCH)"; }
+TORCH_IF_NEEDED = $(if $(filter torch,$(TORCH)),$$($(BIN)/python -c "import torch" 2>/dev/null || echo torch),"$(TORCH)")
 export PATH := $(abspath $(BIN)):$(PATH)
 
 # What is built in place is for the GPUs that are there, or for the CPU alone.
@@ -144,7 +144,7 @@ $(VENV)/with-%: $(VENV)/$(TORCH) pyproject.toml setup.py
 
 $(VENV)/$(TORCH): | $(BIN)/python
 	@rm -f $(VENV)/torch* $(VENV)/with-*
-	$(call step,installing $(TORCH),$(INSTALL_TORCH) && $(BIN)/python -m pip install $(BUILD_NEEDS))
+	$(call step,installing $(TORCH),$(BIN)/python -m pip install $(BUILD_NEEDS) $(TORCH_IF_NEEDED))
 	@touch "$@"
 
 .PRECIOUS: $(VENV)/with-%
