@@ -477,7 +477,21 @@ def test_a_capture_before_the_first_use(row):
 
 
 @pytest.mark.cuda
-def test_a_pytorch_that_computes_otherwise(row):
+@EACH_TYPE
+def test_a_thread_with_two_groups(row, dtype):
+    """In a large tensor; the last thread's second group may be missing, or not whole."""
+    x, grad = (torch.randn(2**25 + 2047, device="cuda").to(dtype) for _ in range(2))
+    for numel in (2**25 + more for more in (0, 9, 1023, 1032, 2047)):
+        assert_same_step(row, row.reference, x[:numel], grad[:numel])
+        assert_same(row(x[:numel]), row.reference(x[:numel]))
+
+
+OTHERWISE = {"no product": "torch.sin(grad * 3) * (x > 0)", "too many derivatives": "torch.sin(grad * 3) * x"}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("formula", OTHERWISE.values(), ids=OTHERWISE)
+def test_a_pytorch_that_computes_otherwise(row, formula):
     """Its op serves, with one warning that names both versions."""
     result = run(f"""
         import torch
@@ -485,7 +499,7 @@ def test_a_pytorch_that_computes_otherwise(row):
         row = SMOOTH[{SMOOTH.index(row)}]
         library = torch.library.Library("aten", "IMPL")
         def backward(grad, x, **_):
-            return torch.sin(grad * 3) * x
+            return {formula}
         library.impl("{row.name}_backward", backward, "CUDA")
         x = torch.randn(9999, device="cuda").bfloat16().requires_grad_()
         for _ in range(2):

@@ -42,9 +42,8 @@ __host__ __device__ bool is_aligned(const void* pointer) {
 // or in rows of any length.
 enum class Access { aligned, across, rows };
 
-// A vector that lies across two aligned ones, `shift` bytes into the first.
-template <class scalar_t>
-__device__ Vector<scalar_t> load_across(const scalar_t* from, int shift) {
+// The bytes of a vector that lies across two aligned ones, `shift` bytes into the first.
+__device__ uint4 load_across(const void* from, int shift) {
   constexpr int words = kVectorBytes / sizeof(unsigned int);
   const auto* aligned = reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(from) - shift);
   const uint4 low = aligned[0], high = aligned[1];
@@ -60,10 +59,9 @@ __device__ Vector<scalar_t> load_across(const scalar_t* from, int shift) {
     }
   }
   const unsigned int bits = shift % sizeof(unsigned int) * 8;
-  const uint4 vector = {
+  return {
       __funnelshift_r(word[0], word[1], bits), __funnelshift_r(word[1], word[2], bits), __funnelshift_r(word[2], word[3], bits),
       __funnelshift_r(word[3], word[4], bits)};
-  return *reinterpret_cast<const Vector<scalar_t>*>(&vector);
 }
 
 // Divides indices below n. A division by a number that is known only at run time takes about as long as all the rest of a
@@ -173,13 +171,19 @@ __device__ bool find_vector(const scalar_t* x, int64_t first, int64_t n, const R
   return is_between && rest >= size;
 }
 
-template <Access access, class scalar_t>
-__device__ Vector<scalar_t> load(const scalar_t* from) {
+// A vector's bytes. A thread that loads several unpacks them when all are on their way: the first use of one waits for it.
+template <Access access>
+__device__ uint4 load(const void* from) {
   if constexpr (access == Access::aligned) {
-    return *reinterpret_cast<const Vector<scalar_t>*>(from);
+    return *static_cast<const uint4*>(from);
   } else {
     return load_across(from, reinterpret_cast<uintptr_t>(from) % kVectorBytes);
   }
+}
+
+template <class scalar_t>
+__device__ Vector<scalar_t> unpack(const uint4& bytes) {
+  return *reinterpret_cast<const Vector<scalar_t>*>(&bytes);
 }
 
 template <Access access, class scalar_t>

@@ -28,14 +28,14 @@ __global__ void __launch_bounds__(kThreads<scalar_t>)
     forward_kernel(F f, const scalar_t* x, RowIndex rows, scalar_t* y, uint8_t* mask, int64_t n) {
   constexpr int size = Vector<scalar_t>::size;
   using T = opmath_t<scalar_t>;
-  Vector<scalar_t> vector[vectors];
+  uint4 bytes[vectors];
   bool is_whole[vectors];
 #pragma unroll
   for (int k = 0; k < vectors; ++k) {
     const scalar_t* from;
     is_whole[k] = find_vector<access>(x, first_element<scalar_t, vectors>(k), n, rows, &from);
     if (is_whole[k]) {
-      vector[k] = load<access>(from);
+      bytes[k] = load<access>(from);
     }
   }
 #pragma unroll
@@ -43,13 +43,14 @@ __global__ void __launch_bounds__(kThreads<scalar_t>)
     const int64_t first = first_element<scalar_t, vectors>(k);
     unsigned int bits = 0;
     if (is_whole[k]) {
+      auto vector = unpack<scalar_t>(bytes[k]);
 #pragma unroll
       for (int i = 0; i < size; ++i) {
-        const T element = static_cast<T>(vector[k].element[i]);
-        vector[k].element[i] = static_cast<scalar_t>(f(element));
+        const T element = static_cast<T>(vector.element[i]);
+        vector.element[i] = static_cast<scalar_t>(f(element));
         bits |= static_cast<unsigned int>(f.inside(element)) << i;
       }
-      store<access>(y + first, vector[k]);
+      store<access>(y + first, vector);
     } else {
 #pragma unroll 1
       for (int i = 0; i < size && first + i < n; ++i) {
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads<scalar_t>) backward_kernel(
   const auto load_bits = [&] { return static_cast<unsigned int>(mask[first / kMaskBits]) >> (first % kMaskBits); };
   if (const scalar_t* from; find_vector<access>(grad, first, n, rows, &from)) {
     // Both loads must be under way before either is used: with the bits loaded, and shifted, first it took 564 us, not 510.
-    Vector<scalar_t> vector = load<access>(from);
+    auto vector = unpack<scalar_t>(load<access>(from));
     const unsigned int bits = load_bits();
 #pragma unroll
     for (int i = 0; i < size; ++i) {
