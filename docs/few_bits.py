@@ -26,6 +26,7 @@ def patterns(step=1):
     return torch.arange(0, 1 << 16, step, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
+@torch.backends.mkldnn.flags(enabled=False)  # whose gelu is another where the processor has bfloat16
 def shared(function):
     """The outputs that are numbers, and how many inputs each has that some gradient tells apart."""
     x = patterns()

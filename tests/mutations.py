@@ -144,7 +144,12 @@ ON = {
             "first + i < n; ++i) {\n    to[first + i] = times(grad[first",
             "first + i + 1 < n; ++i) {\n    to[first + i] = times(grad[first",
         ),
-        Mutant("every other block's groups are left out", CUDA_LOOKUP, "blocks<scalar_t, groups.value>(n)", "blocks<scalar_t, 4>(n)"),
+        Mutant(
+            "every other block's groups are left out",
+            CUDA_LOOKUP,
+            "blocks<scalar_t, groups.value>(n)",
+            "blocks<scalar_t, 4>(n)",
+        ),
         Mutant("a walk without its place in the group", CUDA_LOOKUP, "numbers.get(place % kGroup)", "numbers.get(i)"),
         Mutant(
             "codes on the default stream",

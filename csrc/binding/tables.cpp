@@ -13,6 +13,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/SmallVector.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -80,59 +81,88 @@ Patterns with_one_nan(const Tensor& tensor) {
       tensor.view(at::kShort)));
 }
 
-// For each input its number among those that share an output. Where these are more than there are numbers, inputs with the same
-// derivative share a number as soon as the others are needed. `outputs` and `others` are two variants of one function:
-// PyTorch's CPU ops compute in vectors, and what is left over otherwise. Empty if there are too few numbers.
-Patterns number(const Patterns& outputs, const Patterns& others, const std::vector<uint64_t>& derivatives, int numbers) {
-  const auto each_output = [&](int x, const auto& function) {
-    function(outputs[x]);
-    if (others[x] != outputs[x]) {
-      function(others[x]);
-    }
-  };
-  std::vector<int> inputs_of(kPatterns), spare(kPatterns, numbers);
-  for (int x = 0; x < kPatterns; ++x) {
-    each_output(x, [&](uint16_t y) { ++inputs_of[y]; });
-  }
-  const auto is_crowded = [&](int x) { return inputs_of[outputs[x]] > numbers || inputs_of[others[x]] > numbers; };
-  const auto class_of = [&](int x) { return derivatives[x] ^ (uint64_t{outputs[x]} << 16 | others[x]) * 0x9e3779b97f4a7c15; };
+// What one function is on all inputs, in each way that PyTorch has of computing it.
+using Variants = std::vector<Patterns>;
 
-  std::unordered_map<uint64_t, int> number_of;  // by class; -1 as long as it has none
-  for (int x = 0; x < kPatterns; ++x) {
-    if (is_crowded(x) && number_of.try_emplace(class_of(x), -1).second) {
-      each_output(x, [&](uint16_t y) { --spare[y]; });
+// The outputs of an input, each once.
+c10::SmallVector<uint16_t, 4> outputs_of(const Variants& variants, int x) {
+  c10::SmallVector<uint16_t, 4> outputs;
+  for (const Patterns& variant : variants) {
+    if (std::find(outputs.begin(), outputs.end(), variant[x]) == outputs.end()) {
+      outputs.push_back(variant[x]);
     }
   }
-  const int words = (numbers + 63) / 64;
-  std::vector<uint64_t> used(static_cast<size_t>(kPatterns) * words);
+  return outputs;
+}
+
+// For each input its number among those that share an output, the same in all variants. Where these are more than there are
+// numbers, inputs with the same derivative share a number as soon as the others are needed. Empty if there are too few numbers.
+Patterns number(const Variants& variants, const std::vector<uint64_t>& derivatives, int numbers) {
+  // The inputs of one output. If they are crowded, `spare` counts the numbers that may go to a derivative that has one.
+  struct Group {
+    int inputs = 0, spare = 0;
+    std::vector<const uint64_t*> derivative_of = {};   // by number; null where it is free
+    std::unordered_map<uint64_t, int> number_of = {};  // by derivative; -1 as long as it has none
+  };
+  std::vector<Group> groups(kPatterns);
+  for (int x = 0; x < kPatterns; ++x) {
+    for (const uint16_t y : outputs_of(variants, x)) {
+      ++groups[y].inputs;
+    }
+  }
+  const auto is_crowded = [&](const Group& group) { return group.inputs > numbers; };
+  for (int x = 0; x < kPatterns; ++x) {
+    for (const uint16_t y : outputs_of(variants, x)) {
+      if (is_crowded(groups[y])) {
+        groups[y].number_of.try_emplace(derivatives[x], -1);
+      }
+    }
+  }
+  for (Group& group : groups) {
+    group.spare = numbers - static_cast<int>(group.number_of.size());
+  }
+
   Patterns result(kPatterns);
   for (int x = 0; x < kPatterns; ++x) {
-    if (is_crowded(x)) {
-      const int known = number_of[class_of(x)];
-      if (known >= 0 && std::min(spare[outputs[x]], spare[others[x]]) <= 0) {
-        result[x] = static_cast<uint16_t>(known);
-        continue;
-      }
-      if (known >= 0) {
-        each_output(x, [&](uint16_t y) { --spare[y]; });
+    const uint64_t& derivative = derivatives[x];
+    const auto outputs = outputs_of(variants, x);
+    const auto derivative_of = [&](const Group& group, int number) {
+      return number < static_cast<int>(group.derivative_of.size()) ? group.derivative_of[number] : nullptr;
+    };
+    const auto may_have_new = [&](const Group& group) {
+      return !is_crowded(group) || group.number_of.at(derivative) < 0 || group.spare > 0;
+    };
+    const auto fits = [&](int number) {
+      return std::all_of(outputs.begin(), outputs.end(), [&](uint16_t y) {
+        const uint64_t* other = derivative_of(groups[y], number);
+        return other ? *other == derivative && !may_have_new(groups[y]) : may_have_new(groups[y]);
+      });
+    };
+    int number = 0;
+    for (const uint16_t y : outputs) {
+      if (!may_have_new(groups[y])) {
+        number = groups[y].number_of.at(derivative);  // its least
       }
     }
-    uint64_t* row = &used[size_t{outputs[x]} * words];
-    uint64_t* other = &used[size_t{others[x]} * words];
-    int word = 0;
-    while (word < words && ~(row[word] | other[word]) == 0) {
-      ++word;
+    while (number < numbers && !fits(number)) {
+      ++number;
     }
-    const int bit = word < words ? __builtin_ctzll(~(row[word] | other[word])) : 0;
-    if (word * 64 + bit >= numbers) {
+    if (number == numbers) {
       return {};
     }
-    row[word] |= uint64_t{1} << bit;
-    other[word] |= uint64_t{1} << bit;
-    result[x] = static_cast<uint16_t>(word * 64 + bit);
-    if (is_crowded(x)) {
-      number_of[class_of(x)] = result[x];
+    for (const uint16_t y : outputs) {
+      Group& group = groups[y];
+      if (derivative_of(group, number)) {
+        continue;
+      }
+      group.derivative_of.resize(std::max<size_t>(group.derivative_of.size(), number + 1));
+      group.derivative_of[number] = &derivative;
+      if (is_crowded(group)) {
+        int& known = group.number_of.at(derivative);
+        known < 0 ? known = number : --group.spare;
+      }
     }
+    result[x] = static_cast<uint16_t>(number);
   }
   return result;
 }
@@ -152,35 +182,46 @@ Tensor some_gradients(at::ScalarType dtype, at::Device device, int count) {
        all.slice(0, 0x3c00, 0x3c01), infinity, -infinity});
 }
 
-// The same elements, but not next to each other: PyTorch's CPU ops compute in vectors where they are, and otherwise where not.
+// Layouts in which PyTorch computes the same elements otherwise, or may: its CPU ops compute by oneDNN what is contiguous, in
+// vectors what is dense but permuted, and one by one what lies apart.
+using Layout = Tensor (*)(const Tensor&);
+
+Tensor contiguous(const Tensor& self) {
+  return self.contiguous();
+}
+Tensor permuted(const Tensor& self) {
+  return self.reshape({-1, 256}).t().contiguous().t();
+}
 Tensor apart(const Tensor& self) {
   return at::stack({self, self}, -1).select(-1, 0);
 }
 
-// What distinguishes the inputs of one output: the derivative, but for those so small that they leave nothing of any finite
-// gradient, and some gradients, since PyTorch's CPU ops compute in a dtype of 16 bits otherwise than in float32.
+std::vector<Layout> layouts(at::Device device) {
+  return device.is_cpu() ? std::vector<Layout>{contiguous, permuted, apart} : std::vector<Layout>{contiguous};
+}
+
+// What distinguishes the inputs of one output, in each layout: the derivative, but for those so small that they leave nothing
+// of any finite gradient, and some gradients, since PyTorch's CPU ops compute in a dtype of 16 bits otherwise than in float32.
 std::vector<uint64_t> derivatives(const Smooth& activation, const Tensor& x) {
   const at::ScalarType dtype = x.scalar_type();
-  const Tensor wide = x.to(at::kFloat);
-  const Tensor slope = activation.backward(at::ones_like(wide), wide);
-  const Tensor vanishes = (slope * largest(dtype)).to(dtype).eq(0).logical_and(slope.ne(0));
-  const Tensor tiny = at::full_like(slope, 1e-45f).copysign(slope);
-  const std::vector<int32_t> slopes =
-      to_vector<int32_t>(at::where(vanishes, tiny, at::where(slope.isnan(), at::full_like(slope, NAN), slope)));
-  std::vector<uint64_t> result(slopes.begin(), slopes.end());
-  const Tensor grads = some_gradients(dtype, x.device(), 8);
-  const Tensor inputs = x.expand({grads.size(0), kPatterns}).contiguous();
-  const Tensor gradients = grads.unsqueeze(1).expand_as(inputs).contiguous();
-  const auto add = [&](const Patterns& results) {
-    for (size_t i = 0; i < results.size(); ++i) {
+  std::vector<uint64_t> result(kPatterns);
+  const auto add = [&](const auto& values) {
+    for (size_t i = 0; i < values.size(); ++i) {
       uint64_t& of_input = result[i % kPatterns];
-      of_input = (of_input ^ results[i]) * 0x9e3779b97f4a7c15;  // a hash
+      of_input = (of_input ^ values[i]) * 0x9e3779b97f4a7c15;  // a hash
       of_input ^= of_input >> 29;
     }
   };
-  add(with_one_nan(activation.backward(gradients, inputs)));
-  if (x.is_cpu()) {
-    add(with_one_nan(activation.backward(apart(gradients), apart(inputs))));
+  const Tensor wide = x.to(at::kFloat), ones = at::ones_like(wide);
+  const Tensor grads = some_gradients(dtype, x.device(), 8);
+  const Tensor inputs = x.expand({grads.size(0), kPatterns});
+  const Tensor gradients = grads.unsqueeze(1).expand_as(inputs);
+  for (const Layout layout : layouts(x.device())) {
+    const Tensor slope = activation.backward(layout(ones), layout(wide));
+    const Tensor vanishes = (slope * largest(dtype)).to(dtype).eq(0).logical_and(slope.ne(0));
+    const Tensor tiny = at::full_like(slope, 1e-45f).copysign(slope);
+    add(to_vector<uint32_t>(at::where(vanishes, tiny, at::where(slope.isnan(), at::full_like(slope, NAN), slope))));
+    add(with_one_nan(activation.backward(layout(gradients), layout(inputs))));
   }
   return result;
 }
@@ -188,17 +229,19 @@ std::vector<uint64_t> derivatives(const Smooth& activation, const Tensor& x) {
 std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dtype, at::Device device) {
   const Tensor x = all_inputs(dtype, device);
   const Tensor wide = x.to(at::kFloat);
-  const Patterns outputs = with_one_nan(activation.forward(x));
-  const Patterns others = device.is_cpu() ? with_one_nan(activation.forward(apart(x))) : outputs;
+  Variants variants;
+  for (const Layout layout : layouts(device)) {
+    variants.push_back(with_one_nan(activation.forward(layout(x))));
+  }
   const int bits = activation.of(dtype).bits;
-  const Patterns numbers = number(outputs, others, derivatives(activation, x), 1 << bits);
+  const Patterns numbers = number(variants, derivatives(activation, x), 1 << bits);
   if (numbers.empty()) {
     return nullptr;
   }
 
   std::vector<uint32_t> size(kPatterns), first(kPatterns);
   for (int i = 0; i < kPatterns; ++i) {
-    for (const uint16_t y : {outputs[i], others[i]}) {
+    for (const uint16_t y : outputs_of(variants, i)) {
       size[y] = std::max<uint32_t>(size[y], numbers[i] + 1);
     }
   }
@@ -210,7 +253,7 @@ std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dty
     first[nan] = first[kNaN];
   }
   for (int i = kPatterns - 1; i >= 0; --i) {
-    for (const uint16_t y : {outputs[i], others[i]}) {
+    for (const uint16_t y : outputs_of(variants, i)) {
       inputs[first[y] + numbers[i]] = static_cast<uint16_t>(i);
     }
   }
@@ -223,6 +266,7 @@ std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dty
     tables->entries = to_tensor(numbers, at::kShort, device);
     return tables;
   }
+  const Patterns& outputs = variants.front();
   std::vector<uint32_t> entries(kPatterns);
   for (int i = 0; i < kPatterns; ++i) {
     entries[i] = uint32_t{numbers[i]} << 16 | outputs[i];

@@ -10,9 +10,9 @@ namespace {
 
 static_assert(Vector<uint16_t>::size == kGroup);
 
-// From so many elements on a thread has two groups, and loads both before it looks either up (2^28 bfloat16 elements on an H200:
-// encode 308 us against 321 us, scale 408 us against 428 us; three or four groups gain no more, and of 2^14 to 2^20 elements two
-// take up to 0.6 us longer than one).
+// From so many elements on a thread has two groups, and loads both before it looks either up (2^28 bfloat16 elements on an
+// H200: encode 308 us against 321 us, scale 408 us against 428 us; three or four groups gain no more, and of 2^14 to 2^20
+// elements two take up to 0.6 us longer than one).
 constexpr int64_t kLarge = int64_t{1} << 25;
 
 // Without a code where an entry has room for an output alone.
