@@ -15,6 +15,7 @@ endef
 export HELP
 
 PYTHON ?= python3
+PYTHON_IS_GIVEN := $(filter-out file,$(origin PYTHON))
 override PYTHON := $(or $(shell command -v $(PYTHON) 2>/dev/null),$(PYTHON))# and not the one in VENV, which comes first on PATH below
 VENV ?= .venv
 TORCH ?= $(or $(notdir $(firstword $(wildcard $(VENV)/torch*))),torch)
@@ -43,7 +44,7 @@ endef
 PYTEST = OMP_WAIT_POLICY=passive python -m pytest -n auto --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: help demo test bench bench-models sanitize wheel try-wheel docs lint clean
+.PHONY: help demo test bench bench-models sanitize wheel try-wheel docs lint clean same-python
 
 help:
 	@echo "$$HELP"
@@ -63,15 +64,17 @@ bench-models: build-bench-cuda
 	$(BIN)/python -m benchmarks.models
 
 # The library's CPU side under AddressSanitizer and UndefinedBehaviorSanitizer, without the quarantine, which would hide that an
-# output lies over garbage; where there is a GPU, a few of the same tests under each tool of compute-sanitizer, without the cache of
-# PyTorch's allocator, which would hide where a tensor ends.
+# output lies over garbage. It is installed by name, from an sdist. Where there is a GPU, a few of the same tests under each tool of
+# compute-sanitizer, without the cache of PyTorch's allocator, which would hide where a tensor ends.
 SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)
 FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid) or sizes_and_offsets and silu
 KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors smooth
 sanitize: build-test
+	rm -rf build/sdist && $(BIN)/python setup.py --quiet sdist --dist-dir build/sdist
 	FORCE_CUDA= FORCE_CPU=1 CFLAGS="$(SANITIZER)" LDFLAGS="$(SANITIZER)" \
-	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --upgrade --target build/sanitized .
+	  $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --no-cache-dir --no-index --find-links build/sdist \
+	    --upgrade --target build/sanitized activations-cuda
 	cd tests && LD_PRELOAD="$(SANITIZER_LIBRARIES)" PYTHONPATH=../build/sanitized \
 	  ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=0:thread_local_quarantine_size_kb=0 \
 	  $(PYTEST) -m "not cuda" $(KERNEL_TESTS:%=test_%.py)
@@ -129,11 +132,15 @@ lint: $(BIN)/python
 	$(BIN)/python -m pre_commit run --all-files --show-diff-on-failure
 
 # With what an extra of pyproject.toml needs.
-build-%: $(VENV)/with-%
+build-%: same-python $(VENV)/with-%
 	$(COMPILE)
 
-build-nothing: $(VENV)/$(TORCH)
+build-nothing: same-python $(VENV)/$(TORCH)
 	$(COMPILE)
+
+same-python: | $(BIN)/python
+	@$(if $(PYTHON_IS_GIVEN),[ "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" ] || \
+	  { echo "$(VENV) has $$($(BIN)/python -V) and PYTHON is $$($(PYTHON) -V): run make clean or name another VENV"; exit 1; })
 
 COMPILE = $(call step,compiling,$(BIN)/python setup.py build_ext --inplace)
 

@@ -245,10 +245,9 @@ def test_force_cpu_says_so_in_one_line():
     assert "activations-cuda: building for the CPU only: FORCE_CPU is set\n" in result.stdout
 
 
-@pytest.mark.slow
 @FROM_SOURCE
-def test_an_sdist_builds_and_installs(tmp_path):
-    """Made without torch, installed by name. Without CUDA, to be quick."""
+def test_an_sdist_is_made_without_torch_and_found_by_name(tmp_path):
+    """And `make sanitize` builds from one."""
     copy(tmp_path / "tree")
     program = (
         "import sys; sys.modules['torch'] = None\n"
@@ -257,16 +256,13 @@ def test_an_sdist_builds_and_installs(tmp_path):
     result = run(sys.executable, "-c", program, cwd=tmp_path / "tree", FORCE_CPU="1")
     assert result.returncode == 0, result.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
+    assert sdist.name == f"activations_cuda-{activations_cuda.__version__}.tar.gz"
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
     assert {"csrc/family.def", "csrc/cuda/kernels.cu", "tests/family.py", "README.md", "LICENSE", "CHANGELOG.md"} <= names
+    assert {f"activations_cuda/{name}" for name in ("py.typed", "_C.pyi", "_build.pyi")} <= names
 
-    version, site = activations_cuda.__version__, tmp_path / "site"
-    assert sdist.name == f"activations_cuda-{version}.tar.gz"
-    install(f"activations-cuda=={version}", site, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), FORCE_CPU="1")
-    assert {"py.typed", "_C.pyi", "_build.pyi"} <= {path.name for path in (site / "activations_cuda").iterdir()}
-    program = "import activations_cuda as a, torch; print(a.__version__, a.__file__, a.hardtanh(torch.tensor([2.0])).item())"
-    result = run(sys.executable, "-X", "faulthandler", "-c", program, cwd=tmp_path, PYTHONPATH=str(site))
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [version, str(site / "activations_cuda/__init__.py"), "1.0"]
-    assert (site / f"activations_cuda-{version}.dist-info").exists()
+    options = ("--no-build-isolation", "--no-deps", "--no-index", "--find-links", str(tmp_path))
+    dry = ("--dry-run", "--ignore-installed")
+    result = run(sys.executable, "-m", "pip", "install", *dry, *options, "activations-cuda", FORCE_CPU="1")
+    assert f"Would install activations-cuda-{activations_cuda.__version__}" in result.stdout, result.stderr
