@@ -37,56 +37,56 @@ class Packed(nn.Module):
 
 
 class ReLU(Packed, nn.ReLU):
-    """:class:`torch.nn.ReLU`, keeping one bit per element."""
+    """:class:`torch.nn.ReLU`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu(input, self.inplace)
 
 
 class ReLU6(Packed, nn.ReLU6):
-    """:class:`torch.nn.ReLU6`, keeping one bit per element."""
+    """:class:`torch.nn.ReLU6`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu6(input, self.inplace)
 
 
 class LeakyReLU(Packed, nn.LeakyReLU):
-    """:class:`torch.nn.LeakyReLU`, keeping one bit per element. In place, the slope may be negative."""
+    """:class:`torch.nn.LeakyReLU`, saving one bit per element. In place, the slope may be negative."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.leaky_relu(input, self.negative_slope, self.inplace)
 
 
 class Hardtanh(Packed, nn.Hardtanh):
-    """:class:`torch.nn.Hardtanh`, keeping one bit per element."""
+    """:class:`torch.nn.Hardtanh`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardtanh(input, self.min_val, self.max_val, self.inplace)
 
 
 class Hardsigmoid(Packed, nn.Hardsigmoid):
-    """:class:`torch.nn.Hardsigmoid`, keeping one bit per element."""
+    """:class:`torch.nn.Hardsigmoid`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardsigmoid(input, self.inplace)
 
 
 class Hardshrink(Packed, nn.Hardshrink):
-    """:class:`torch.nn.Hardshrink`, keeping one bit per element."""
+    """:class:`torch.nn.Hardshrink`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardshrink(input, self.lambd)
 
 
 class Softshrink(Packed, nn.Softshrink):
-    """:class:`torch.nn.Softshrink`, keeping one bit per element."""
+    """:class:`torch.nn.Softshrink`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.softshrink(input, self.lambd)
 
 
 class Threshold(Packed, nn.Threshold):
-    """:class:`torch.nn.Threshold`, keeping one bit per element."""
+    """:class:`torch.nn.Threshold`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.threshold(input, self.threshold, self.value, self.inplace)

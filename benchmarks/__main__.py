@@ -44,7 +44,7 @@ def saved_rows(device):
             x = normal(1 << 20, dtype, device).requires_grad_()
             ours, reference = (saved_bytes(function, x) / x.numel() for function in (op.ours, op.pytorch))
             yield {
-                "case": "bytes kept per element",
+                "case": "bytes saved per element",
                 "op": name,
                 "dtype": str(dtype).removeprefix("torch."),
                 "numel": x.numel(),

@@ -65,7 +65,7 @@ def ratios(axes, rows):
 
 def saved(axes, rows):
     """Bytes saved for backward, per element."""
-    rows = select(rows, case="bytes kept per element", op="hardtanh")
+    rows = select(rows, case="bytes saved per element", op="hardtanh")
     for i, (key, label, color) in enumerate(
         (("reference_bytes", "PyTorch", PYTORCH), ("ours_bytes", "activations_cuda", OURS))
     ):

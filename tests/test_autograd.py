@@ -1,4 +1,4 @@
-"""What autograd keeps, and derivatives of every order and mode."""
+"""What autograd saves, and derivatives of every order and mode."""
 
 import gc
 
