@@ -490,6 +490,15 @@ def test_a_thread_with_two_groups(row, dtype):
         assert_same(row(x[:numel]), row.reference(x[:numel]))
 
 
+@pytest.mark.cuda(gpus=2)
+@EACH_TYPE
+def test_tables_are_on_the_tensors_device(row, dtype):
+    x, grad = (sample(4001, dtype, "cuda:1", seed) for seed in (0, 1))
+    with torch.cuda.device(0):
+        assert_same_step(row, row.reference, x, grad)
+        assert row(x.requires_grad_()).device == x.device
+
+
 OTHERWISE = {"no product": "torch.sin(grad * 3) * (x > 0)", "too many derivatives": "torch.sin(grad * 3) * x"}
 
 
