@@ -143,10 +143,16 @@ def test_figures_of_compiled_models():
 
 @FROM_SOURCE
 def test_figures_of_approximations():
-    errors = {}
-    for row in json.loads((RESULTS / "approximations.json").read_text())["rows"]:
-        if row["scheme"] != "PyTorch":
+    rows = json.loads((RESULTS / "approximations.json").read_text())["rows"]
+    errors, tempos = {}, []
+    for row in rows:
+        if row["scheme"].startswith("Tempo"):
+            tempos.append(f"{row['error']:.1%}")
+        elif row["scheme"] != "PyTorch":
             errors.setdefault(row["op"], []).append(row["error"])
+    text = FEW_BITS.replace("\n", " ")
+    assert f"as published the gradient is {tempos[0]} off" in text
+    assert f"With that mended it is {tempos[1]} off" in text
     assert len(errors) == 4
     for op, of_schemes in errors.items():
         assert of_schemes[-1] == 0

@@ -98,68 +98,74 @@ c10::SmallVector<uint16_t, 4> outputs_of(const Variants& variants, int x) {
 // For each input its number among those that share an output, the same in all variants. Where these are more than there are
 // numbers, inputs with the same derivative share a number as soon as the others are needed. Empty if there are too few numbers.
 Patterns number(const Variants& variants, const std::vector<uint64_t>& derivatives, int numbers) {
-  // The inputs of one output. If they are crowded, `spare` counts the numbers that may go to a derivative that has one.
-  struct Group {
-    int inputs = 0, spare = 0;
-    std::vector<const uint64_t*> derivative_of = {};   // by number; null where it is free
-    std::unordered_map<uint64_t, int> number_of = {};  // by derivative; -1 as long as it has none
-  };
-  std::vector<Group> groups(kPatterns);
+  std::vector<int> inputs_of(kPatterns);  // by output
   for (int x = 0; x < kPatterns; ++x) {
     for (const uint16_t y : outputs_of(variants, x)) {
-      ++groups[y].inputs;
+      ++inputs_of[y];
     }
   }
-  const auto is_crowded = [&](const Group& group) { return group.inputs > numbers; };
+  const auto is_crowded = [&](uint16_t y) { return inputs_of[y] > numbers; };
+
+  // Of crowded outputs: the least number of each derivative, -1 as long as it has none, and how many numbers may go to those
+  // that have one.
+  std::unordered_map<uint64_t, int> number_of;
+  std::vector<int> spare(kPatterns, numbers);
+  const auto with_derivative = [&](uint16_t y, int x) { return derivatives[x] ^ (y + uint64_t{1}) * 0x9e3779b97f4a7c15; };
   for (int x = 0; x < kPatterns; ++x) {
     for (const uint16_t y : outputs_of(variants, x)) {
-      if (is_crowded(groups[y])) {
-        groups[y].number_of.try_emplace(derivatives[x], -1);
+      if (is_crowded(y) && number_of.try_emplace(with_derivative(y, x), -1).second) {
+        --spare[y];
       }
     }
-  }
-  for (Group& group : groups) {
-    group.spare = numbers - static_cast<int>(group.number_of.size());
   }
 
+  const int words = (numbers + 63) / 64;
+  std::vector<uint64_t> used(static_cast<size_t>(kPatterns) * words);  // bits, by output and number
+  std::unordered_map<uint32_t, uint64_t> derivative_of;  // by output and number, where an input has a crowded output
   Patterns result(kPatterns);
   for (int x = 0; x < kPatterns; ++x) {
-    const uint64_t& derivative = derivatives[x];
-    const auto outputs = outputs_of(variants, x);
-    const auto derivative_of = [&](const Group& group, int number) {
-      return number < static_cast<int>(group.derivative_of.size()) ? group.derivative_of[number] : nullptr;
+    struct Output {
+      uint16_t y;
+      bool crowded, has_room;
     };
-    const auto may_have_new = [&](const Group& group) {
-      return !is_crowded(group) || group.number_of.at(derivative) < 0 || group.spare > 0;
-    };
-    const auto fits = [&](int number) {
-      return std::all_of(outputs.begin(), outputs.end(), [&](uint16_t y) {
-        const uint64_t* other = derivative_of(groups[y], number);
-        return other ? *other == derivative && !may_have_new(groups[y]) : may_have_new(groups[y]);
-      });
-    };
+    c10::SmallVector<Output, 4> outputs;
     int number = 0;
-    for (const uint16_t y : outputs) {
-      if (!may_have_new(groups[y])) {
-        number = groups[y].number_of.at(derivative);  // its least
+    bool crowded = false, shares = false;
+    for (const uint16_t y : outputs_of(variants, x)) {
+      const int known = is_crowded(y) ? number_of.at(with_derivative(y, x)) : -1;
+      outputs.push_back({y, is_crowded(y), known < 0 || spare[y] > 0});
+      crowded |= outputs.back().crowded;
+      if (!outputs.back().has_room) {
+        shares = true;
+        number = known;
       }
     }
-    while (number < numbers && !fits(number)) {
+    const auto is_used = [&](uint16_t y) { return (used[size_t{y} * words + number / 64] >> (number % 64)) & 1; };
+    const auto key = [&](uint16_t y) { return static_cast<uint32_t>(y) << 16 | static_cast<uint32_t>(number); };
+    const auto fits = [&](const Output& output) {
+      if (!is_used(output.y)) {
+        return output.has_room;
+      }
+      const auto found = shares ? derivative_of.find(key(output.y)) : derivative_of.end();
+      return found != derivative_of.end() && found->second == derivatives[x];
+    };
+    while (number < numbers && !std::all_of(outputs.begin(), outputs.end(), fits)) {
       ++number;
     }
     if (number == numbers) {
       return {};
     }
-    for (const uint16_t y : outputs) {
-      Group& group = groups[y];
-      if (derivative_of(group, number)) {
+    for (const Output& output : outputs) {
+      if (is_used(output.y)) {
         continue;
       }
-      group.derivative_of.resize(std::max<size_t>(group.derivative_of.size(), number + 1));
-      group.derivative_of[number] = &derivative;
-      if (is_crowded(group)) {
-        int& known = group.number_of.at(derivative);
-        known < 0 ? known = number : --group.spare;
+      used[size_t{output.y} * words + number / 64] |= uint64_t{1} << (number % 64);
+      if (crowded) {
+        derivative_of[key(output.y)] = derivatives[x];
+      }
+      if (output.crowded) {
+        int& known = number_of.at(with_derivative(output.y, x));
+        known < 0 ? known = number : --spare[output.y];
       }
     }
     result[x] = static_cast<uint16_t>(number);
