@@ -103,7 +103,8 @@ def gpu_cases(device="cuda"):
             half = dtype != FLOAT
             for power in (24, 26, 28):
                 x = normal(1 << power, dtype, device)
-                yield Case("forward", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), 1.0, clock)
+                at_the_limit = 0.99  # both run at the rate of a copy
+                yield Case("forward", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), at_the_limit, clock)
                 at_least = 1.30 if power == 24 else 1.38 if half else 1.40
                 yield Case("backward", name, x, "aten", *backward_of(op, x, device), at_least, clock)
             for power in (26, 28):
