@@ -64,11 +64,11 @@ bench-models: build-bench-cuda
 	$(BIN)/python -m benchmarks.models
 
 # The library's CPU side under AddressSanitizer and UndefinedBehaviorSanitizer, without the quarantine, which would hide that an
-# output lies over garbage. It is installed by name, from an sdist. Where there is a GPU, a few of the same tests under each tool of
-# compute-sanitizer, without the cache of PyTorch's allocator, which would hide where a tensor ends.
+# output lies over garbage. It is installed by name, from an sdist. Where there is a GPU, a few of the same tests under each tool
+# of compute-sanitizer, without the cache of PyTorch's allocator, which would hide where a tensor ends.
 SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)
-FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid) or sizes_and_offsets and silu
+FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid) or (sizes_and_offsets or two_groups) and silu
 KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors smooth
 sanitize: build-test
 	rm -rf build/sdist && $(BIN)/python setup.py --quiet sdist --dist-dir build/sdist

@@ -144,12 +144,10 @@ ON = {
             "first + i < n; ++i) {\n    to[first + i] = times(grad[first",
             "first + i + 1 < n; ++i) {\n    to[first + i] = times(grad[first",
         ),
-        Mutant(
-            "every other block's groups are left out",
-            CUDA_LOOKUP,
-            "blocks<scalar_t, groups.value>(n)",
-            "blocks<scalar_t, 4>(n)",
-        ),
+        Mutant("blocks for four groups a thread", CUDA_LOOKUP, "blocks<scalar_t, groups.value>(n)", "blocks<scalar_t, 4>(n)"),
+        Mutant("a second group's number has the first one's bits", CUDA_LOOKUP, "      numbers = {};\n", ""),
+        Mutant("a second group has the first one's inputs", CUDA_LOOKUP, "(bytes[k])", "(bytes[0])"),
+        Mutant("a second group has the first one's outputs", CUDA_LOOKUP, "(outputs[k])", "(outputs[0])"),
         Mutant("a walk without its place in the group", CUDA_LOOKUP, "numbers.get(place % kGroup)", "numbers.get(i)"),
         Mutant(
             "codes on the default stream",

@@ -151,6 +151,7 @@ def assert_costs_no_more(surroundings, ours, pytorchs, dtype, device):
         (between_matmuls, torch.bfloat16),
         (between_convolutions, torch.bfloat16),
     ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @pytest.mark.parametrize("row", {row.name: row for row in FAMILY if row.overload == "default"}.values(), ids=str)
 def test_costs_no_more_than_pytorchs(row, surroundings, dtype, device):

@@ -55,8 +55,8 @@ def test_every_input(row, dtype, device):
 
 @EACH_TYPE
 def test_every_input_in_other_layouts(row, dtype):
-    """PyTorch's CPU ops compute by oneDNN what is contiguous, where the processor has bfloat16, in vectors what is dense but
-    permuted, and otherwise what lies apart or is the rest of a vector."""
+    """PyTorch's CPU ops compute by oneDNN what is contiguous, where the processor has bfloat16 instructions, in vectors what is
+    dense but permuted, and one by one what lies apart or is the rest of a vector."""
     x, infinity = every_pattern(dtype), float("inf")
     for grad in (infinity, -infinity, torch.finfo(dtype).max, 1.0):
         grads = torch.full_like(x, grad)
@@ -480,6 +480,25 @@ def test_a_capture_before_the_first_use(row):
     """)
 
 
+def test_onednn_is_disabled_and_enabled(row):
+    """The tables wait until it is enabled, and serve afterwards whether it is or not."""
+    result = run(f"""
+        import torch
+        from family import HALF_TYPES, SMOOTH, every_pattern
+        from test_smooth import assert_same_step
+        row = SMOOTH[{SMOOTH.index(row)}]
+        for dtype in HALF_TYPES:
+            x = every_pattern(dtype)
+            grads = [torch.full_like(x, grad) for grad in (1.0, -0.3, float("inf"))]
+            for is_enabled, is_packed in ((False, False), (True, True), (False, True)):
+                with torch.backends.mkldnn.flags(enabled=is_enabled):
+                    for grad in grads:
+                        assert_same_step(row, row.reference, x, grad)
+                    assert (row(x.requires_grad_()).grad_fn.name() == "CodeBackward") == is_packed
+    """)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.cuda
 @EACH_TYPE
 def test_a_thread_with_two_groups(row, dtype):
@@ -487,6 +506,7 @@ def test_a_thread_with_two_groups(row, dtype):
     x, grad = (torch.randn(2**25 + 2047, device="cuda").to(dtype) for _ in range(2))
     for numel in (2**25 + more for more in (0, 9, 1023, 1032, 2047)):
         assert_same_step(row, row.reference, x[:numel], grad[:numel])
+        assert_same_step(lambda t: row.inplace(t * 1), lambda t: row.reference_inplace(t * 1), x[:numel], grad[:numel])
         assert_same(row(x[:numel]), row.reference(x[:numel]))
 
 

@@ -1,5 +1,6 @@
 #include "tables.h"
 
+#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/arange.h>
@@ -106,8 +107,8 @@ Patterns number(const Variants& variants, const std::vector<uint64_t>& derivativ
   }
   const auto is_crowded = [&](uint16_t y) { return inputs_of[y] > numbers; };
 
-  // Of crowded outputs: the least number of each derivative, -1 as long as it has none, and how many numbers may go to those
-  // that have one.
+  // Of crowded outputs: the first number that each derivative got, -1 as long as it has none, and how many more numbers there
+  // are than derivatives that wait for one.
   std::unordered_map<uint64_t, int> number_of;
   std::vector<int> spare(kPatterns, numbers);
   const auto with_derivative = [&](uint16_t y, int x) { return derivatives[x] ^ (y + uint64_t{1}) * 0x9e3779b97f4a7c15; };
@@ -122,53 +123,64 @@ Patterns number(const Variants& variants, const std::vector<uint64_t>& derivativ
   const int words = (numbers + 63) / 64;
   std::vector<uint64_t> used(static_cast<size_t>(kPatterns) * words);  // bits, by output and number
   std::unordered_map<uint32_t, uint64_t> derivative_of;  // by output and number, where an input has a crowded output
+  const auto key = [](uint16_t y, int n) { return static_cast<uint32_t>(y) << 16 | static_cast<uint32_t>(n); };
+  const auto is_used = [&](uint16_t y, int n) { return (used[size_t{y} * words + n / 64] >> (n % 64)) & 1; };
+
   Patterns result(kPatterns);
   for (int x = 0; x < kPatterns; ++x) {
     struct Output {
       uint16_t y;
-      bool crowded, has_room;
+      bool crowded, has_room;  // for a number that none of its inputs has
     };
     c10::SmallVector<Output, 4> outputs;
-    int number = 0;
-    bool crowded = false, shares = false;
+    int shared = 0;
+    bool crowded = false, have_room = true;
     for (const uint16_t y : outputs_of(variants, x)) {
       const int known = is_crowded(y) ? number_of.at(with_derivative(y, x)) : -1;
-      outputs.push_back({y, is_crowded(y), known < 0 || spare[y] > 0});
-      crowded |= outputs.back().crowded;
-      if (!outputs.back().has_room) {
-        shares = true;
-        number = known;
-      }
+      const Output output = {y, is_crowded(y), known < 0 || spare[y] > 0};
+      outputs.push_back(output);
+      crowded |= output.crowded;
+      have_room &= output.has_room;
+      shared = output.has_room ? shared : known;
     }
-    const auto is_used = [&](uint16_t y) { return (used[size_t{y} * words + number / 64] >> (number % 64)) & 1; };
-    const auto key = [&](uint16_t y) { return static_cast<uint32_t>(y) << 16 | static_cast<uint32_t>(number); };
-    const auto fits = [&](const Output& output) {
-      if (!is_used(output.y)) {
-        return output.has_room;
+    // The first from `start` on that every output may take: a new number, or if it may be shared, one with this derivative.
+    const auto find = [&](int start, bool may_share) {
+      for (int i = 0; i < numbers; ++i) {
+        const int n = (start + i) % numbers;
+        const bool fits = std::all_of(outputs.begin(), outputs.end(), [&](const Output& output) {
+          if (!is_used(output.y, n)) {
+            return output.has_room;
+          }
+          const auto found = may_share ? derivative_of.find(key(output.y, n)) : derivative_of.end();
+          return found != derivative_of.end() && found->second == derivatives[x];
+        });
+        if (fits) {
+          return n;
+        }
       }
-      const auto found = shares ? derivative_of.find(key(output.y)) : derivative_of.end();
-      return found != derivative_of.end() && found->second == derivatives[x];
+      return -1;
     };
-    while (number < numbers && !std::all_of(outputs.begin(), outputs.end(), fits)) {
-      ++number;
+    int chosen = have_room ? find(0, /*may_share=*/false) : -1;
+    if (chosen < 0 && crowded) {
+      chosen = find(shared, /*may_share=*/true);
     }
-    if (number == numbers) {
+    if (chosen < 0) {
       return {};
     }
     for (const Output& output : outputs) {
-      if (is_used(output.y)) {
+      if (is_used(output.y, chosen)) {
         continue;
       }
-      used[size_t{output.y} * words + number / 64] |= uint64_t{1} << (number % 64);
+      used[size_t{output.y} * words + chosen / 64] |= uint64_t{1} << (chosen % 64);
       if (crowded) {
-        derivative_of[key(output.y)] = derivatives[x];
+        derivative_of[key(output.y, chosen)] = derivatives[x];
       }
       if (output.crowded) {
         int& known = number_of.at(with_derivative(output.y, x));
-        known < 0 ? known = number : --spare[output.y];
+        known < 0 ? known = chosen : --spare[output.y];
       }
     }
-    result[x] = static_cast<uint16_t>(number);
+    result[x] = static_cast<uint16_t>(chosen);
   }
   return result;
 }
@@ -188,8 +200,8 @@ Tensor some_gradients(at::ScalarType dtype, at::Device device, int count) {
        all.slice(0, 0x3c00, 0x3c01), infinity, -infinity});
 }
 
-// Layouts in which PyTorch computes the same elements otherwise, or may: its CPU ops compute by oneDNN what is contiguous, in
-// vectors what is dense but permuted, and one by one what lies apart.
+// Layouts in which PyTorch may compute the same elements differently: its CPU ops compute by oneDNN what is contiguous, where
+// that is enabled and has the op, in vectors what is dense but permuted, and one by one what lies apart.
 using Layout = Tensor (*)(const Tensor&);
 
 Tensor contiguous(const Tensor& self) {
@@ -304,6 +316,11 @@ bool agrees_with_pytorch(const Smooth& activation, const Tables& tables, at::Sca
          are_equal(backward(activation, tables, grad, output, code, x.strides()), activation.backward(grad, x));
 }
 
+// Whether PyTorch can be asked for all that it may compute. Not without oneDNN, which may be enabled later.
+bool shows_all_variants(at::Device device) {
+  return !device.is_cpu() || at::globalContext().userEnabledMkldnn();
+}
+
 bool is_capturing(at::Device device) {
 #if defined(FASTACT_CUDA)
   if (device.is_cuda()) {
@@ -328,7 +345,7 @@ const Tables* tables_for(const Smooth& activation, const Tensor& self) {
   const at::Device device = self.device();
   TablesSlot& slot = activation.slot(dtype, device);
   if (!slot.is_filled.load(std::memory_order_acquire)) {
-    if (is_capturing(device)) {
+    if (is_capturing(device) || !shows_all_variants(device)) {
       return nullptr;
     }
     const std::lock_guard<std::mutex> lock(slot.mutex);

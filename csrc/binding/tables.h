@@ -19,7 +19,8 @@ struct Tables {
 };
 
 // The tables for a plain tensor of a dtype of 16 bits, or null where PyTorch's op must serve: its gradient isn't what these
-// tables give (there is a warning then, once), or a CUDA graph is being captured and the tables aren't there yet.
+// tables give (there is a warning then, once), or the tables aren't there yet and can't be made now, while a CUDA graph is
+// being captured or, on the CPU, while oneDNN is disabled.
 const Tables* tables_for(const Smooth& activation, const at::Tensor& self);
 
 }  // namespace fastact
