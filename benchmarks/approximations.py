@@ -55,10 +55,10 @@ def evaluate(polynomial, y):
     return result
 
 
-def piecewise(polynomials, x, grad):
+def piecewise(regions, x, grad):
     """The gradient by Tempo's polynomials, in float32 as in its kernel."""
     y = F.gelu(x).float()
-    far, near, between, left = (evaluate(polynomial, y) for polynomial in polynomials)
+    far, near, between, left = (evaluate(polynomial, y) for polynomial in regions)
     right = torch.where(y < 0.10682432, near, torch.where(y > 0.97742819, far.where(y < 3, 1.0), between))
     return (grad.float() * right.where(x >= -0.751791631228899, left)).to(grad.dtype)
 
@@ -76,9 +76,10 @@ def rows(steps, source):
         for bits in BITS:
             yield name, "fewbit", bits / 8, 0, error(stepwise(steps, name, bits, x, grad), expected)
         if name == "gelu":
-            (shift, far), *others = published = list(polynomials(source))
-            for scheme, used in ("Tempo", published), ("Tempo, with the far one's sign mended", [(-shift, far), *others]):
-                yield name, scheme, 1, x.element_size(), error(piecewise(used, x, grad), expected)
+            (shift, far), *others = polynomials(source)
+            for scheme, sign in ("Tempo", 1), ("Tempo, with the far one's sign mended", -1):
+                regions = [(sign * shift, far), *others]
+                yield name, scheme, 1, x.element_size(), error(piecewise(regions, x, grad), expected)
         beside_output = saved_bytes(ours, x.requires_grad_()) / NUMEL - x.element_size()
         yield name, "activations_cuda", beside_output, x.element_size(), error(derivative(ours, x, grad), expected)
         yield name, "PyTorch", saved_bytes(pytorch, x) / NUMEL, 0, 0.0

@@ -161,7 +161,7 @@ Patterns number(const Variants& variants, const std::vector<uint64_t>& derivativ
       return -1;
     };
     int chosen = have_room ? find(0, /*may_share=*/false) : -1;
-    if (chosen < 0 && crowded) {
+    if (chosen < 0) {
       chosen = find(shared, /*may_share=*/true);
     }
     if (chosen < 0) {

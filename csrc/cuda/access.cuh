@@ -171,13 +171,28 @@ __device__ bool find_vector(const scalar_t* x, int64_t first, int64_t n, const R
   return is_between && rest >= size;
 }
 
-// A vector's bytes. A thread that loads several unpacks them when all are on their way: the first use of one waits for it.
+// A vector's bytes.
 template <Access access>
 __device__ uint4 load(const void* from) {
   if constexpr (access == Access::aligned) {
     return *static_cast<const uint4*>(from);
   } else {
     return load_across(from, reinterpret_cast<uintptr_t>(from) % kVectorBytes);
+  }
+}
+
+// The bytes of the calling thread's vectors, where these are whole. They are unpacked when all are on their way: the first use
+// of one waits for it.
+template <Access access, int vectors, class scalar_t>
+__device__ void load_all(
+    const scalar_t* x, int64_t n, const RowIndex& rows, uint4 (&bytes)[vectors], bool (&is_whole)[vectors]) {
+#pragma unroll
+  for (int k = 0; k < vectors; ++k) {
+    const scalar_t* from;
+    is_whole[k] = find_vector<access>(x, first_element<scalar_t, vectors>(k), n, rows, &from);
+    if (is_whole[k]) {
+      bytes[k] = load<access>(from);
+    }
   }
 }
 

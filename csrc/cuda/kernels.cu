@@ -30,14 +30,7 @@ __global__ void __launch_bounds__(kThreads<scalar_t>)
   using T = opmath_t<scalar_t>;
   uint4 bytes[vectors];
   bool is_whole[vectors];
-#pragma unroll
-  for (int k = 0; k < vectors; ++k) {
-    const scalar_t* from;
-    is_whole[k] = find_vector<access>(x, first_element<scalar_t, vectors>(k), n, rows, &from);
-    if (is_whole[k]) {
-      bytes[k] = load<access>(from);
-    }
-  }
+  load_all<access>(x, n, rows, bytes, is_whole);
 #pragma unroll
   for (int k = 0; k < vectors; ++k) {
     const int64_t first = first_element<scalar_t, vectors>(k);

@@ -22,14 +22,7 @@ __global__ void __launch_bounds__(kThreads<uint16_t>)
   constexpr bool with_code = sizeof(Entry) > sizeof(uint16_t);
   uint4 bytes[groups];
   bool is_whole[groups];
-#pragma unroll
-  for (int k = 0; k < groups; ++k) {
-    const uint16_t* from;
-    is_whole[k] = find_vector<access>(x, first_element<uint16_t, groups>(k), n, rows, &from);
-    if (is_whole[k]) {
-      bytes[k] = load<access>(from);
-    }
-  }
+  load_all<access>(x, n, rows, bytes, is_whole);
   Numbers<bits> numbers;
   const auto look_up = [&](int i, uint16_t element) {
     const Entry entry = __ldg(table + element);
@@ -169,6 +162,12 @@ __global__ void __launch_bounds__(kThreads<scalar_t>) scale_walk_kernel(
   }
 }
 
+// Calls launch(Constant) with the number of a thread's groups.
+template <class Launch>
+void with_groups(int64_t n, const Launch& launch) {
+  n < kLarge ? launch(Constant<1>()) : launch(Constant<2>());
+}
+
 template <int bits, class Entry>
 cudaError_t encode(
     const Entry* table, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int64_t n, cudaStream_t stream) {
@@ -178,11 +177,10 @@ cudaError_t encode(
           <<<blocks<uint16_t, groups.value>(n), kThreads<uint16_t>, 0, stream>>>(table, x, RowIndex(rows, n), y, code, n);
     };
     if constexpr (access.value == Access::aligned) {
-      if (n >= kLarge) {
-        return launch(Constant<2>());
-      }
+      with_groups(n, launch);
+    } else {
+      launch(Constant<1>());
     }
-    launch(Constant<1>());
   });
   return cudaGetLastError();
 }
@@ -250,7 +248,7 @@ cudaError_t scale(
           scale_kernel<bits_.value, groups.value><<<blocks<scalar_t, groups.value>(n), kThreads<scalar_t>, 0, stream>>>(
               table, static_cast<const scalar_t*>(grad), y, code, static_cast<scalar_t*>(to), n);
         };
-        n < kLarge ? launch(Constant<1>()) : launch(Constant<2>());
+        with_groups(n, launch);
       });
     });
   });
