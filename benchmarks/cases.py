@@ -98,7 +98,7 @@ def steps_of(ours, reference, x, device):
 
 
 def gpu_cases(device="cuda"):
-    clock = GpuClock()
+    clock, fine_clock = GpuClock(), GpuClock(calls=8)
     for name, op in OPS.items():
         for dtype in DTYPES:
             half = dtype != FLOAT
@@ -116,7 +116,7 @@ def gpu_cases(device="cuda"):
                 yield Case("forward + backward", name, x, "F", *both, 1.16 if half else 1.18, clock)
         for power in range(25):
             x = normal(1 << power, FLOAT, device)
-            yield Case("forward, by size", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), 0.98, clock)
+            yield Case("forward, by size", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), 0.98, fine_clock)
 
         x = normal(MISSION, FLOAT, device)
         y = torch.empty_like(x)
@@ -127,7 +127,7 @@ def gpu_cases(device="cuda"):
         del x, y, kernel
         yield from peer_cases(name, op, clock, device)
     yield from layout_cases(OPS["hardtanh"], clock, device)
-    yield from smooth_cases(clock, device)
+    yield from smooth_cases(clock, fine_clock, device)
     yield from call_cases(OPS, FLOAT, device, 64, (0.85, 0.95, 0.95))
     yield from call_cases(SMOOTH, BFLOAT, device, 64, (1.0, 1.0, 1.0))
 
@@ -169,7 +169,7 @@ def layout_cases(op, clock, device):
             yield Case(f"forward, {label}", "hardtanh", x, "F", partial(op.ours, x), partial(op.pytorch, x), 1.0, clock)
 
 
-def smooth_cases(clock, device):
+def smooth_cases(clock, fine_clock, device):
     for name, op in SMOOTH.items():
         for power in (26, 28):
             x = normal(1 << power, BFLOAT, device)
@@ -180,7 +180,7 @@ def smooth_cases(clock, device):
         yield Case("forward + backward", name, x, "F", *steps_of(op.ours, op.pytorch, x, device), 0.80, clock)
         for power in range(0, 25, 4):
             x = normal(1 << power, BFLOAT, device)
-            yield Case("forward, by size", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), 0.98, clock)
+            yield Case("forward, by size", name, x, "F", partial(op.ours, x), partial(op.pytorch, x), 0.98, fine_clock)
 
 
 def call_cases(ops, dtype, device, numel, at_most):

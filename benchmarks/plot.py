@@ -109,7 +109,7 @@ def draw_models(path):
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(rows)), [row["model"].removeprefix("timm ") for row in rows])
     axes[0].invert_yaxis()
-    axes[1].legend(loc="lower right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(f"{result['device']}, bfloat16, eager, torch {result['torch']}, commit {result['commit']}", fontsize=10)
     figure.savefig(Path(path).with_suffix(".png"), dpi=140)
 
