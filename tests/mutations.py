@@ -144,7 +144,12 @@ ON = {
             "first + i < n; ++i) {\n    to[first + i] = times(grad[first",
             "first + i + 1 < n; ++i) {\n    to[first + i] = times(grad[first",
         ),
-        Mutant("blocks for four groups a thread", CUDA_LOOKUP, "blocks<scalar_t, groups.value>(n)", "blocks<scalar_t, 4>(n)"),
+        Mutant(
+            "blocks for four groups where a thread has two",
+            CUDA_LOOKUP,
+            "blocks<scalar_t, groups.value>(n)",
+            "blocks<scalar_t, groups.value * groups.value>(n)",
+        ),
         Mutant("a second group's number has the first one's bits", CUDA_LOOKUP, "      numbers = {};\n", ""),
         Mutant("a second group has the first one's inputs", CUDA_LOOKUP, "(bytes[k])", "(bytes[0])"),
         Mutant("a second group has the first one's outputs", CUDA_LOOKUP, "(outputs[k])", "(outputs[0])"),
