@@ -5,6 +5,7 @@ A tensor that several layers save is saved once. So an activation's bits replace
 otherwise they are pure overhead.
 """
 
+import gc
 import logging
 import random
 import sys
@@ -36,6 +37,7 @@ from activations_cuda.replacements import FUNCTIONS, functions, original_of, rep
 log = logging.getLogger("activations_cuda")
 
 FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+FUNCTOOLS_CACHE = type(cache(len))
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,17 @@ def _unchanged(model):
 
 
 @contextmanager
+def _no_fake_cached():
+    """Clears each cache of functools with fake tensors in it; transformers' DETR, BEiT and DINOv3 have such for positions."""
+    try:
+        yield
+    finally:
+        for each in gc.get_objects():
+            if type(each) is FUNCTOOLS_CACHE and FakeTensor in map(type, tree_leaves(gc.get_referents(each))):
+                each.cache_clear()
+
+
+@contextmanager
 def _randomness_unchanged(tensors):
     """Whatever random numbers a forward pass takes, Python's among them."""
     state = random.getstate()
@@ -251,7 +264,7 @@ class Survey:
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         try:
-            with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+            with _no_fake_cached(), torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
                 # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors
                 # autocast would change nothing, and attention, for example, would save more.
                 default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import textwrap
-from functools import partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -720,6 +720,44 @@ def test_nothing_fake_is_left_behind():
     assert not hasattr(model, "last")
     assert not hasattr(model.norm, "cache")
     assert activations_cuda.converted(model) == {"Leaves": 1}
+
+
+@lru_cache(maxsize=8)
+def positions(width, device):
+    return torch.arange(width, device=device)
+
+
+@cache
+def scales(width, device):
+    return {"scales": (positions(width, device) / width, width)}
+
+
+class Cached(Calls):
+    """Adds what is computed once for each width, as the position embeddings of transformers' DETR and DINOv3 do."""
+
+    def act(self, x):
+        return F.relu6(x + self.offset(x.shape[-1], x.device))
+
+    @lru_cache
+    def offset(self, width, device):
+        return scales(width, device)["scales"][0]
+
+
+class CachedOnValues(Cached):
+    def act(self, x):
+        x = super().act(x)
+        return x if x.max() > 0 else -x
+
+
+@pytest.mark.parametrize("kind", [Cached, CachedOnValues])
+def test_nothing_fake_is_cached(kind):
+    model = kind()
+    x = torch.randn(IMAGES)
+    other = copy.deepcopy(model)
+    activations_cuda.memory_report(model, x)
+    assert activations_cuda.converted(activations_cuda.convert(model, example_inputs=x)) == {kind.__name__: 1}
+    assert_same_step(model, other, x)
+    assert type(positions(x.shape[-1], x.device)) is torch.Tensor
 
 
 def test_an_error_leaves_the_model_as_it_was():
