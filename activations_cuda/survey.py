@@ -91,7 +91,7 @@ def saved_storages(owner: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> It
         key = StorageWeakRef(tensor.untyped_storage())
         if key not in left_out:
             storages.setdefault(key, _Storage(tensor.untyped_storage().nbytes())).savers.append(owner())
-        return tensor
+        return tensor.detach()  # itself, if it is an output, it would keep its graph alive for ever
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield storages
@@ -306,13 +306,14 @@ class Survey:
 
             saved = stack.enter_context(saved_storages(owner, but=tuple(state.values())))
             stack.enter_context(watch)
+            stack.callback(watch.outputs.clear)  # their graphs hold `owner`, and so these
             output = torch.func.functional_call(model, state, args, kwargs)
-        for call, tensor, version in watch.outputs:
-            storage = tensor.untyped_storage()
-            call.saves_output = True
-            call.is_overwritten = tensor._version != version
-            saved.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
-        del output, watch.outputs  # until here they hold all that was counted
+            for call, tensor, version in watch.outputs:
+                storage = tensor.untyped_storage()
+                call.saves_output = True
+                call.is_overwritten = tensor._version != version
+                saved.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
+        del output  # until here it holds all that was counted
         self.storages = list(saved.values())
         self.calls = watch.calls
 

@@ -1,6 +1,7 @@
 """convert(model, example_inputs=...): it converts what pays and nothing else, in modules of anybody's."""
 
 import copy
+import gc
 import io
 import itertools
 import pickle
@@ -17,11 +18,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import hardtanh
 from torch.utils.checkpoint import checkpoint
 
 import activations_cuda
 from activations_cuda.conversion import log
+from activations_cuda.memory import saved_bytes
 from activations_cuda.survey import Survey
 from family import assert_same_values
 from test_memory import measure
@@ -720,6 +724,31 @@ def test_nothing_fake_is_left_behind():
     assert not hasattr(model, "last")
     assert not hasattr(model.norm, "cache")
     assert activations_cuda.converted(model) == {"Leaves": 1}
+
+
+class OnItsResult(Calls):
+    def act(self, x):
+        x = F.relu6(F.gelu(x))
+        return x if x.max() > 0 else -x
+
+
+def fake_tensors():
+    gc.collect()
+    return sum(type(each) is FakeTensor for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("kind", [ByFunctional, OnItsResult])
+@pytest.mark.parametrize("function", [activations_cuda.memory_report, saved_bytes])
+def test_what_was_computed_is_freed(kind, function):
+    """The sigmoid's output too, which its own backward saves."""
+    model = nn.Sequential(kind(), nn.Sigmoid())
+    outputs = []
+    model.register_forward_hook(lambda module, args, output: outputs.append(StorageWeakRef(output.untyped_storage())))
+    before = fake_tensors()
+    function(model, torch.randn(IMAGES))
+    assert fake_tensors() <= before
+    assert outputs
+    assert all(output.expired() for output in outputs)
 
 
 @lru_cache(maxsize=8)

@@ -39,7 +39,7 @@ def measure(model, *args, **kwargs):
 
     def pack(tensor):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # and it stays, so that its address does
-        return tensor
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(*args, **kwargs)
