@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -179,12 +180,19 @@ def _unwrapped(model):
     return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
 
 
+def _contents(value):
+    """What holds the contents of a module's attribute, if it can be changed: a dict, a list or the attributes of an object."""
+    if isinstance(value, (dict, list)):
+        return value
+    return None if isinstance(value, (nn.Module, Tensor, ModuleType)) else getattr(value, "__dict__", None)
+
+
 @contextmanager
 def _unchanged(model):
     """Restores the classes and attributes of the model's modules: a forward pass may leave fake tensors in them."""
     classes = {module: type(module) for module in model.modules()}
     held = [vars(module) for module in classes]
-    held += [values for each in held for values in each.values() if isinstance(values, (dict, list))]
+    held += [values for each in held for value in each.values() if isinstance(values := _contents(value), (dict, list))]
     before = [values.copy() for values in held]
     try:
         yield

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from functools import cache, lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -713,8 +714,12 @@ def test_models_whose_forward_depends_on_values():
 class Leaves(Calls):
     """Leaves behind what it computed."""
 
+    def __init__(self):
+        super().__init__()
+        self.helper = SimpleNamespace(scale=None)
+
     def act(self, x):
-        self.last = x
+        self.last = self.helper.scale = self.helper.shift = x
         self.norm.cache = {"x": x}
         return F.relu6(x)
 
@@ -723,6 +728,7 @@ def test_nothing_fake_is_left_behind():
     model = activations_cuda.convert(Leaves(), example_inputs=torch.randn(IMAGES))
     assert not hasattr(model, "last")
     assert not hasattr(model.norm, "cache")
+    assert vars(model.helper) == {"scale": None}
     assert activations_cuda.converted(model) == {"Leaves": 1}
 
 
