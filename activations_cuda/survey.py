@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from inspect import signature
+from inspect import signature, unwrap
 from types import ModuleType
 from typing import Any
 
@@ -144,9 +144,15 @@ class _Watch(TorchFunctionMode):
         while frame := frame.f_back:
             code = frame.f_code
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if isinstance(first, nn.Module) and first in self.modules:
+            if isinstance(first, nn.Module) and first in self.modules and _is_method(code, type(first)):
                 return first
         return next(iter(self.modules))  # the model itself, in a thread of its own
+
+
+def _is_method(code, kind):
+    """Whether it is a method's code, and not a function's whose first argument happens to be a module."""
+    method = unwrap(getattr(kind, code.co_name, None))
+    return code.co_varnames[0] == "self" or getattr(method, "__code__", None) is code
 
 
 def _bits(name, args, kwargs):
@@ -180,19 +186,37 @@ def _unwrapped(model):
     return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
 
 
-def _contents(value):
-    """What holds the contents of a module's attribute, if it can be changed: a dict, a list or the attributes of an object."""
-    if isinstance(value, (dict, list)):
-        return value
-    return None if isinstance(value, (nn.Module, Tensor, ModuleType)) else getattr(value, "__dict__", None)
+def _containers(model):
+    """The dicts and lists that a forward pass may leave something in.
+
+    They are the attributes of the model's modules, of these modules' classes, and of plain objects that are a module's attribute,
+    and what dicts and lists there are among them and in each other.
+    """
+    found: dict[int, dict[Any, Any] | list[Any]] = {}
+
+    def add(values):
+        if isinstance(values, (dict, list)) and id(values) not in found:
+            found[id(values)] = values
+            for value in values.values() if isinstance(values, dict) else values:
+                add(value)
+
+    for module in model.modules():
+        add(vars(module))
+        for value in vars(module).values():
+            if not isinstance(value, (nn.Module, Tensor, ModuleType)):
+                add(getattr(value, "__dict__", None))
+        for kind in type(module).__mro__:
+            if not kind.__module__.startswith("torch."):
+                for value in vars(kind).values():
+                    add(value)
+    return list(found.values())
 
 
 @contextmanager
 def _unchanged(model):
     """Restores the classes and attributes of the model's modules: a forward pass may leave fake tensors in them."""
     classes = {module: type(module) for module in model.modules()}
-    held = [vars(module) for module in classes]
-    held += [values for each in held for value in each.values() if isinstance(values := _contents(value), (dict, list))]
+    held = _containers(model)
     before = [values.copy() for values in held]
     try:
         yield
@@ -217,14 +241,23 @@ def _no_fake_cached():
 
 @contextmanager
 def _randomness_unchanged(tensors):
-    """Whatever random numbers a forward pass takes, Python's among them."""
+    """Whatever random numbers a forward pass takes, Python's and numpy's among them."""
     state = random.getstate()
+    numpys = sys.modules.get("numpy.random")
+    numpys_state = numpys and numpys.get_state()
     devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             random.setstate(state)
+            if numpys:
+                numpys.set_state(numpys_state)
+
+
+def _copy(tensor):
+    new = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def _uncompiled():
@@ -255,7 +288,7 @@ class Survey:
     Args:
         model: the model; it is left as it is.
         args, kwargs: the arguments of its forward pass. Tensors may be on any device, meta included. If the pass depends on
-            their values, it runs on real tensors.
+            their values, it runs on copies of them, and of the parameters and buffers.
         names: the functions whose calls may be converted.
     """
 
@@ -294,8 +327,8 @@ class Survey:
                     f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
                     "inputs with values, got some on the meta device"
                 ) from error
-            buffers = dict(model.named_buffers())
-            self._watch(model, {name: t.clone() if name in buffers else t for name, t in state.items()}, args, kwargs)
+            copies = {name: _copy(tensor) for name, tensor in state.items()}
+            self._watch(model, copies, *tree_map_only(Tensor, cache(_copy), (args, kwargs)))
 
     def _watch(self, model, state, args, kwargs):
         """Runs the forward pass and records who saves what."""

@@ -12,7 +12,9 @@ import textwrap
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -212,6 +214,19 @@ class Relu(Calls):
         return F.relu(x, inplace=True) + 1
 
 
+class ByBuiltinClassAttribute(Calls):
+    act = torch.relu
+
+
+def of_norm(norm, x):
+    return F.relu6(norm(x))
+
+
+class ByHelperOfModule(Calls):
+    def forward(self, x):
+        return of_norm(self.norm, self.conv(x)).mean((2, 3))
+
+
 REACHED = [
     ByFunctional,
     ByLongName,
@@ -226,6 +241,8 @@ REACHED = [
     ByStaticMethod,
     ByClassMethod,
     ByClassAttribute,
+    ByBuiltinClassAttribute,
+    ByHelperOfModule,
     Decorated,
     Nested,
     ByDefault,
@@ -431,7 +448,7 @@ def test_what_is_derived_from_a_converted_class_is_not_reverted():
 class Random(Calls):
     def act(self, x):
         self.seen.append(x)
-        return F.relu6(x) if random.random() < 2 else x
+        return F.relu6(x) if random.random() < 2 and numpy.random.random() < 2 else x
 
     def __init__(self):
         super().__init__()
@@ -440,10 +457,11 @@ class Random(Calls):
 
 def test_random_numbers_and_lists_are_left_alone():
     model, x = Random(), torch.randn(IMAGES)
-    states = random.getstate(), torch.get_rng_state()
+    states = random.getstate(), torch.get_rng_state(), numpy.random.get_state()
     activations_cuda.convert(model, example_inputs=(x,))
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
+    assert all(map(numpy.array_equal, numpy.random.get_state(), states[2]))
     assert model.seen == []
 
 
@@ -569,6 +587,17 @@ def test_globals_stay_live(converted, monkeypatch):
     monkeypatch.setitem(globals(), "helper", lambda x: x * 0)
     assert converted(torch.randn(IMAGES)).any()
     assert not ByHelper()(torch.randn(IMAGES)).any()
+
+
+def test_a_global_that_is_assigned_anew_is_read_again(monkeypatch):
+    x = torch.randn(IMAGES)
+    activations_cuda.convert(ByHelper(), example_inputs=(x,))
+    for name, new in (("helper", lambda x: F.relu6(x) * 3), ("hardtanh", F.hardshrink)):
+        monkeypatch.setitem(globals(), name, new)
+        model = ByHelper()
+        other = activations_cuda.convert(copy.deepcopy(model), example_inputs=(x,))
+        assert activations_cuda.converted(other) == {"ByHelper": 1}
+        assert_same_step(other, model, x)
 
 
 class Several(nn.Module):
@@ -711,16 +740,41 @@ def test_models_whose_forward_depends_on_values():
         activations_cuda.convert(model, example_inputs=(x.to("meta"),))
 
 
+class Writes(OnValues):
+    """To its input, its own parameters and their gradients."""
+
+    def forward(self, x):
+        super().forward(x).sum().backward()
+        with torch.no_grad():
+            self.conv.weight.mul_(2)
+            x.mul_(2)
+        return super().forward(x)
+
+
+def test_what_a_forward_writes_to_is_a_copy():
+    model, x = Writes(), torch.randn(IMAGES)
+    before = copy.deepcopy(model), x.clone()
+    activations_cuda.convert(model, example_inputs=(x,))
+    assert activations_cuda.converted(model) == {"Writes": 1}
+    assert all(map(torch.equal, model.parameters(), before[0].parameters()))
+    assert torch.equal(x, before[1])
+    assert model.conv.weight.grad is None
+
+
 class Leaves(Calls):
     """Leaves behind what it computed."""
+
+    of_all: ClassVar = {}
 
     def __init__(self):
         super().__init__()
         self.helper = SimpleNamespace(scale=None)
+        self.lists = {"x": []}
 
     def act(self, x):
-        self.last = self.helper.scale = self.helper.shift = x
+        self.last = self.helper.scale = self.helper.shift = self.of_all["x"] = x
         self.norm.cache = {"x": x}
+        self.lists["x"].append(x)
         return F.relu6(x)
 
 
@@ -729,6 +783,8 @@ def test_nothing_fake_is_left_behind():
     assert not hasattr(model, "last")
     assert not hasattr(model.norm, "cache")
     assert vars(model.helper) == {"scale": None}
+    assert model.lists == {"x": []}
+    assert not model.of_all
     assert activations_cuda.converted(model) == {"Leaves": 1}
 
 
@@ -773,7 +829,7 @@ class Cached(Calls):
     def act(self, x):
         return F.relu6(x + self.offset(x.shape[-1], x.device))
 
-    @lru_cache
+    @lru_cache  # noqa: B019
     def offset(self, width, device):
         return scales(width, device)["scales"][0]
 
