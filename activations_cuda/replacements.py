@@ -136,44 +136,47 @@ def _members(original):
     return {(kind, name): member for kind in kinds for name, member in vars(kind).items()}
 
 
-def _cached(function):
-    """As functools.cache, until a member of the class is assigned anew."""
-    known: dict[Any, Any] = {}
-
-    @functools.wraps(function)
-    def cached(original, names):
-        members = _members(original)
-        before, result = known.get((original, names), (None, None))
-        if before is None or before.keys() != members.keys() or any(before[key] is not members[key] for key in members):
-            result = function(original, names)
-            known[original, names] = members, result
-        return result
-
-    return cached
+_known_copies: dict[Any, Any] = {}
+_known_classes: dict[Any, Any] = {}
 
 
-@_cached
 def _copies(original, names):
-    """For each class that `original` derives from, itself included, a class of copies of those methods that call ours."""
-    rebind = _Rebinding(names)
-    methods: defaultdict[type, dict[str, Any]] = defaultdict(dict)
-    for (kind, name), member in _members(original).items():
-        if (copy := rebind(member)) is not member:
-            methods[kind][name] = copy
-    return {kind: type(kind.__name__, (), copies) for kind, copies in methods.items()}
+    """For each class that `original` derives from, itself included, a class of copies of those methods that call ours.
+
+    They are the same ones until a member of the class, or a global that its code looks up, is assigned anew.
+    """
+    members = _members(original)
+    before, looked_up, result = _known_copies.get((original, names), ({}, [], None))
+    if (
+        result is None
+        or before.keys() != members.keys()
+        or any(before[key] is not members[key] for key in members)
+        or any(scope.get(name) is not value for scope, name, value in looked_up)
+    ):
+        rebind = _Rebinding(names)
+        methods: defaultdict[type, dict[str, Any]] = defaultdict(dict)
+        for (kind, name), member in members.items():
+            if (copy := rebind(member)) is not member:
+                methods[kind][name] = copy if hasattr(member, "__get__") else staticmethod(copy)  # torch.relu binds no self
+        result = {kind: type(kind.__name__, (), copies) for kind, copies in methods.items()}
+        _known_copies[original, names] = members, rebind.looked_up, result
+    return result
 
 
-@_cached
 def _class_that_calls_ours(original, names):
-    facts = {
-        "_fastact_original": original,
-        "_fastact_names": names,
-        "_fastact_copies": _copies(original, names),
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-    }
-    kind = _metaclass(type(original))(original.__name__, (CallsOurs, original), facts)
-    kind.__qualname__ = original.__qualname__
+    copies = _copies(original, names)
+    kind = _known_classes.get((original, names))
+    if kind is None or vars(kind)["_fastact_copies"] is not copies:
+        facts = {
+            "_fastact_original": original,
+            "_fastact_names": names,
+            "_fastact_copies": copies,
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+        }
+        kind = _metaclass(type(original))(original.__name__, (CallsOurs, original), facts)
+        kind.__qualname__ = original.__qualname__
+        _known_classes[original, names] = kind
     return kind
 
 
@@ -236,6 +239,7 @@ class _Rebinding:
         forwards = {kind.forward: OURS[kind].forward for kind in kinds}
         self.replacements = {**functions(names), **forwards}
         self.namespaces = _namespaces(names)
+        self.looked_up = []  # globals: the scope, the name, the value
 
     def __call__(self, value):
         if isinstance(value, (staticmethod, classmethod)):
@@ -260,8 +264,9 @@ class _Rebinding:
         scope = function.__globals__
         replaced = {}
         looked_up, attributes = _names_of(function.__code__)
-        for name in looked_up - attributes:  # renaming a name of both would break the attribute
-            if name in scope and (new := self.in_scope(scope[name], attributes)) is not scope[name]:
+        for name in (looked_up - attributes) & scope.keys():  # renaming a name of both would break the attribute
+            self.looked_up.append((scope, name, scope[name]))
+            if (new := self.in_scope(scope[name], attributes)) is not scope[name]:
                 replaced[name] = new
         closure = tuple(map(self.cell, function.__closure__ or ()))
         defaults = tuple(map(self, function.__defaults__ or ()))
