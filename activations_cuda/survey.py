@@ -189,8 +189,8 @@ def _unwrapped(model):
 def _containers(model):
     """The dicts and lists that a forward pass may leave something in.
 
-    They are the attributes of the model's modules, of these modules' classes, and of plain objects that are a module's attribute,
-    and what dicts and lists there are among them and in each other.
+    They are the attributes of the model's modules, of their classes, and of plain objects that are a module's attribute, and the
+    dicts and lists among them and in each other.
     """
     found: dict[int, dict[Any, Any] | list[Any]] = {}
 

@@ -57,6 +57,26 @@ def test_double_backward_equals_the_rule(row, device):
     assert_same_values(second, row.scaled(outer, x))
 
 
+HAVE_SECOND = [row for row in FAMILY if row.name != "hardsigmoid"]  # of PyTorch's
+
+
+@pytest.mark.parametrize("row", HAVE_SECOND, ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_gradient_is_a_function_of_the_input(row, inplace, device):
+    """Its derivative is zero, as PyTorch's is, and not missing: an optimizer would leave out what is in front of the op."""
+    x = sample(row, 24, torch.float32, device).nan_to_num(0.1)
+
+    def derivatives(function):
+        leaf, grad = x.detach().requires_grad_(), torch.ones_like(x).requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf * 1), leaf, grad, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), leaf, create_graph=True)
+        return first.detach(), second.detach(), *torch.autograd.grad(first.sum() + second.sum(), [grad, leaf])
+
+    ours = (lambda t: row.inplace(t, *row.parameters)) if inplace else row
+    for actual, expected in zip(derivatives(ours), derivatives(row.reference), strict=True):
+        assert_same_values(actual, expected)
+
+
 def test_second_backward_needs_retain_graph(device):
     x = torch.randn(9, device=device, requires_grad=True)
     y = torch.ops.fastact.hardtanh(x).sum()

@@ -32,6 +32,25 @@ def test_transforms(row, device):
         assert torch.equal(squared, torch.diag(2 * derivative[0] ** 2))
 
 
+@pytest.mark.parametrize("row", FAMILY, ids=str)
+def test_in_place_below_a_transform(row, device):
+    """The outer derivative needs the input, which the inner one's op writes to."""
+    x = sample(row, 24, torch.float64, device).nan_to_num(0.1, posinf=2.0, neginf=-2.0).view(4, 6)
+    weight = torch.randn(4, 6, device=device, dtype=torch.float64, requires_grad=True)
+
+    def derivatives(function):
+        def squared(t, w):
+            return function(t * w).square().sum()
+
+        yield grad(lambda t: grad(squared)(t, weight.detach()).square().sum())(x)
+        yield from torch.autograd.grad(grad(squared)(x, weight).sum(), weight)
+        yield from torch.autograd.grad(vmap(squared)(x, weight).sum(), weight)
+
+    ours = derivatives(lambda t: row.inplace(t, *row.parameters))
+    for actual, expected in zip(ours, derivatives(row), strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_unbatched_argument_inside_vmap(device):
     x = torch.randn(5, device=device)
     y = vmap(lambda t: t + torch.ops.fastact.hardtanh(x))(torch.zeros(3, 5, device=device))

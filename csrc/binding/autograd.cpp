@@ -1,5 +1,6 @@
 #include "autograd.h"
 
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -21,6 +22,7 @@
 namespace fastact {
 namespace {
 
+using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
@@ -77,6 +79,15 @@ at::Tensor scale(const at::Tensor& grad, const at::Tensor& inside, const Rule& r
   return call(c10::SymIntArrayRef(rule.mask_strides), {});
 }
 
+at::Tensor zeros_of(const at::Tensor& grad) {
+  return grad.defined() ? at::zeros_like(grad) : grad;
+}
+
+// Makes scale(grad, ...) a function of the op's input too, as PyTorch's backward is, with a derivative of zero: what is in front
+// of the op would have no second derivative where PyTorch's has zeros.
+void add_input(at::Tensor& scaled, const at::Tensor& grad, const at::Tensor& inside, const Rule& rule, const Edge& input);
+
+// Has an edge to the op's input or, for that of a gradient, to the incoming gradient and to the op's input.
 // Written by hand because torch::autograd::Function costs a training step of a small tensor more than PyTorch's own op does
 // (23.2 against 22.4 us on a CPU, this 19.6).
 struct MaskedScaleBackward : Node {
@@ -85,7 +96,13 @@ struct MaskedScaleBackward : Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return {scale(grads[0], inside_.unpack(), rule_)};
+    const at::Tensor inside = inside_.unpack();
+    variable_list result = {scale(grads[0], inside, rule_)};
+    add_input(result[0], grads[0], inside, rule_, next_edges().back());
+    if (num_outputs() > 1) {
+      result.push_back(task_should_compute_output(1) ? zeros_of(grads[0]) : at::Tensor());
+    }
+    return result;
   }
 
   void release_variables() override {
@@ -107,6 +124,7 @@ struct MaskedScaleBackward : Node {
       args.collect(c10::SymIntArrayRef(*rule_.saved_strides));
     }
     args.collect(rule_.reads_gradient_first);
+    args.collect(num_outputs());
   }
 
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
@@ -127,10 +145,12 @@ struct MaskedScaleBackward : Node {
     arguments.pack(Strides(rule_.mask_strides.begin(), rule_.mask_strides.end()));
     arguments.pack(Strides(saved_strides().begin(), saved_strides().end()));
     arguments.pack(rule_.reads_gradient_first);
+    arguments.pack(num_outputs() > 1);
     const auto strides_type = IValuePacker<Strides>::packed_type();
     variable_list result = call_in_graph(
         *this, apply_functional, grads, arguments,
-        {at::TensorType::get(), at::FloatType::get(), at::FloatType::get(), strides_type, strides_type, at::BoolType::get()},
+        {at::TensorType::get(), at::FloatType::get(), at::FloatType::get(), strides_type, strides_type, at::BoolType::get(),
+         at::BoolType::get()},
         saved);
     saved.after(inside_);
     each_stride([&](c10::SymInt& stride) { saved.after(stride); });
@@ -148,7 +168,11 @@ struct MaskedScaleBackward : Node {
       strides->assign(unpacked.begin(), unpacked.end());
     }
     rule.reads_gradient_first = arguments.unpack<bool>();
-    return {scale(grads[0], inside, rule)};
+    variable_list result = {scale(grads[0], inside, rule)};
+    if (arguments.unpack<bool>()) {
+      result.push_back(zeros_of(grads[0]));
+    }
+    return result;
   }
 #endif
 
@@ -161,6 +185,15 @@ struct MaskedScaleBackward : Node {
 
 NodePointer make_node(const at::Tensor& self, const at::Tensor& inside, Rule rule) {
   return adopt(new MaskedScaleBackward(self, inside, std::move(rule)));
+}
+
+void add_input(at::Tensor& scaled, const at::Tensor& grad, const at::Tensor& inside, const Rule& rule, const Edge& input) {
+  // The history of a batch is that of the tensor inside.
+  if (at::GradMode::is_enabled() && scaled.defined() && !scaled.key_set().has(c10::DispatchKey::FuncTorchBatched)) {
+    const NodePointer node = make_node(grad, inside, rule);
+    node->add_next_edge(input);
+    torch::autograd::set_history(scaled, node);
+  }
 }
 
 Rule make_rule(Derivative derivative, c10::SymIntArrayRef mask_strides, const at::Tensor& saved) {
@@ -186,10 +219,15 @@ void record(
     Derivative derivative) {
   const at::Tensor& tangent = self._fw_grad(/*level=*/0);
   Rule rule = make_rule(derivative, mask_strides, derivative.saves == Saves::output ? output : self);
+  const bool requires_grad = torch::autograd::compute_requires_grad(self);
   if (tangent.defined()) {
-    output._set_fw_grad(scale(tangent, inside, rule), /*level=*/0, /*is_inplace_op=*/false);
+    at::Tensor scaled = scale(tangent, inside, rule);
+    if (requires_grad) {
+      add_input(scaled, tangent, inside, rule, torch::autograd::impl::gradient_edge(self));
+    }
+    output._set_fw_grad(scaled, /*level=*/0, /*is_inplace_op=*/false);
   }
-  if (torch::autograd::compute_requires_grad(self)) {
+  if (requires_grad) {
     torch::autograd::set_history(output, make_node(self, inside, std::move(rule)));
   }
 }

@@ -75,8 +75,10 @@ struct Implementation {
   }
 
   static Tensor& composite_inplace(Tensor& self, Parameters... parameters) {
-    // PyTorch's op saves its input for backward, and that is about to be written to.
-    const bool keeps_input = is_pytorchs(self, parameters...);
+    // PyTorch's op saves its input for backward, and that is about to be written to; so it does below a transform of functorch.
+    constexpr DispatchKeySet transforms({DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched});
+    const bool is_transformed = self.key_set().has_any(transforms);
+    const bool keeps_input = is_transformed || is_pytorchs(self, parameters...);
     const Tensor output = autograd_composite(keeps_input ? self.clone() : self, parameters...);
     check_inplace(self);
     if (may_forget_history(self)) {
