@@ -83,8 +83,8 @@ at::Tensor zeros_of(const at::Tensor& grad) {
   return grad.defined() ? at::zeros_like(grad) : grad;
 }
 
-// Makes scale(grad, ...) a function of the op's input too, as PyTorch's backward is, with a derivative of zero: what is in front
-// of the op would have no second derivative where PyTorch's has zeros.
+// Makes scale(grad, ...) a function of the op's input too, as PyTorch's backward is, with a derivative of zero: what is in
+// front of the op would have no second derivative where PyTorch's has zeros.
 void add_input(at::Tensor& scaled, const at::Tensor& grad, const at::Tensor& inside, const Rule& rule, const Edge& input);
 
 // Has an edge to the op's input or, for that of a gradient, to the incoming gradient and to the op's input.
