@@ -151,7 +151,7 @@ def _copies(original, names):
         result is None
         or before.keys() != members.keys()
         or any(before[key] is not members[key] for key in members)
-        or any(scope.get(name) is not value for scope, name, value in looked_up)
+        or any(_leading(scope.get(name)) is not value for scope, name, value in looked_up)
     ):
         rebind = _Rebinding(names)
         methods: defaultdict[type, dict[str, Any]] = defaultdict(dict)
@@ -229,6 +229,11 @@ def _namespaces(names):
 FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
+def _leading(value):
+    """It if code may come from it to a function, else None: what is remembered should keep no tensor alive."""
+    return value if isinstance(value, (types.ModuleType, partial, staticmethod, classmethod, *FUNCTION_TYPES)) else None
+
+
 class _Rebinding:
     """Called with what code refers to, returns its replacement, or itself if it leads to none of these functions."""
 
@@ -239,7 +244,7 @@ class _Rebinding:
         forwards = {kind.forward: OURS[kind].forward for kind in kinds}
         self.replacements = {**functions(names), **forwards}
         self.namespaces = _namespaces(names)
-        self.looked_up = []  # globals: the scope, the name, the value
+        self.looked_up = []  # globals: the scope, the name, the value if it may lead to a function
 
     def __call__(self, value):
         if isinstance(value, (staticmethod, classmethod)):
@@ -265,7 +270,7 @@ class _Rebinding:
         replaced = {}
         looked_up, attributes = _names_of(function.__code__)
         for name in (looked_up - attributes) & scope.keys():  # renaming a name of both would break the attribute
-            self.looked_up.append((scope, name, scope[name]))
+            self.looked_up.append((scope, name, _leading(scope[name])))
             if (new := self.in_scope(scope[name], attributes)) is not scope[name]:
                 replaced[name] = new
         closure = tuple(map(self.cell, function.__closure__ or ()))

@@ -9,7 +9,7 @@ import gc
 import logging
 import random
 import sys
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -189,13 +189,13 @@ def _unwrapped(model):
 def _containers(model):
     """The dicts and lists that a forward pass may leave something in.
 
-    They are the attributes of the model's modules, of their classes, and of plain objects that are a module's attribute, and the
-    dicts and lists among them and in each other.
+    They are the attributes of the model's modules, of these modules' classes, and of plain objects that are an attribute, and
+    the dicts and lists among them and in each other.
     """
-    found: dict[int, dict[Any, Any] | list[Any]] = {}
+    found: dict[int, Any] = {}
 
     def add(values):
-        if isinstance(values, (dict, list)) and id(values) not in found:
+        if type(values) in (dict, OrderedDict, defaultdict, list) and id(values) not in found:
             found[id(values)] = values
             for value in values.values() if isinstance(values, dict) else values:
                 add(value)
@@ -206,7 +206,7 @@ def _containers(model):
             if not isinstance(value, (nn.Module, Tensor, ModuleType)):
                 add(getattr(value, "__dict__", None))
         for kind in type(module).__mro__:
-            if not kind.__module__.startswith("torch."):
+            if not (kind.__module__ or "").startswith("torch."):
                 for value in vars(kind).values():
                     add(value)
     return list(found.values())
