@@ -64,8 +64,8 @@ def convert(
 ) -> nn.Module:
     """Let a model's activations save one bit per element for backward: the same numbers, in less memory.
 
-    Works in place and changes the modules' classes only: shared modules stay shared, and hooks, the training flag, parameters
-    and buffers stay. :func:`revert` undoes it.
+    Works in place, and changes the modules' classes and those of their attributes that are PyTorch's functions: shared modules
+    stay shared, and hooks, the training flag, parameters and buffers stay. :func:`revert` undoes it.
 
     With ``example_inputs``, one forward pass on fake tensors finds out which layers save which tensors, and exactly those
     modules are converted whose conversion lowers what autograd saves. The pass needs no GPU, no memory and about a second. It

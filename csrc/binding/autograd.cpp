@@ -124,7 +124,7 @@ struct MaskedScaleBackward : Node {
       args.collect(c10::SymIntArrayRef(*rule_.saved_strides));
     }
     args.collect(rule_.reads_gradient_first);
-    args.collect(num_outputs());
+    args.collect(num_outputs() > 1);
   }
 
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
