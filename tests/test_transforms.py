@@ -33,6 +33,14 @@ def test_transforms(row, device):
 
 
 @pytest.mark.parametrize("row", FAMILY, ids=str)
+def test_results_have_no_more_history_than_pytorchs(row, device):
+    x = sample(row, 24, torch.float32, device)
+    ones = torch.ones_like(x)
+    for result in (vjp(row, x)[1](ones)[0], grad(lambda t: row(t).sum())(x), jvp(row, (x,), (ones,))[1]):
+        assert not result.requires_grad
+
+
+@pytest.mark.parametrize("row", FAMILY, ids=str)
 def test_in_place_below_a_transform(row, device):
     """The outer derivative needs the input, which the inner one's op writes to."""
     x = sample(row, 24, torch.float64, device).nan_to_num(0.1, posinf=2.0, neginf=-2.0).view(4, 6)

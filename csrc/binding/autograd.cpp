@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "composite.h"
+#include "dispatch.h"
 #include "find.h"
 #include "node.h"
 #include "older_torch.h"
@@ -83,11 +84,12 @@ at::Tensor zeros_of(const at::Tensor& grad) {
   return grad.defined() ? at::zeros_like(grad) : grad;
 }
 
-// Makes scale(grad, ...) a function of the op's input too, as PyTorch's backward is, with a derivative of zero: what is in
-// front of the op would have no second derivative where PyTorch's has zeros.
-void add_input(at::Tensor& scaled, const at::Tensor& grad, const at::Tensor& inside, const Rule& rule, const Edge& input);
+// Makes a gradient, scale(grad, mask, rule), a function of the op's input too, as PyTorch's is, with a derivative of zero: what
+// is in front of the op would have no second derivative where PyTorch's has zeros.
+void record_gradient(at::Tensor& gradient, const at::Tensor& grad, const at::Tensor& mask, const Rule& rule, const Edge& input);
 
-// Has an edge to the op's input or, for that of a gradient, to the incoming gradient and to the op's input.
+// An output's node has one edge, to the op's input. A gradient's has two: to the incoming gradient, and to the op's input.
+//
 // Written by hand because torch::autograd::Function costs a training step of a small tensor more than PyTorch's own op does
 // (23.2 against 22.4 us on a CPU, this 19.6).
 struct MaskedScaleBackward : Node {
@@ -98,7 +100,7 @@ struct MaskedScaleBackward : Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     const at::Tensor inside = inside_.unpack();
     variable_list result = {scale(grads[0], inside, rule_)};
-    add_input(result[0], grads[0], inside, rule_, next_edges().back());
+    record_gradient(result[0], grads[0], inside, rule_, /*input=*/next_edges().back());
     if (num_outputs() > 1) {
       result.push_back(task_should_compute_output(1) ? zeros_of(grads[0]) : at::Tensor());
     }
@@ -187,12 +189,14 @@ NodePointer make_node(const at::Tensor& self, const at::Tensor& inside, Rule rul
   return adopt(new MaskedScaleBackward(self, inside, std::move(rule)));
 }
 
-void add_input(at::Tensor& scaled, const at::Tensor& grad, const at::Tensor& inside, const Rule& rule, const Edge& input) {
-  // The history of a batch is that of the tensor inside.
-  if (at::GradMode::is_enabled() && scaled.defined() && !scaled.key_set().has(c10::DispatchKey::FuncTorchBatched)) {
-    const NodePointer node = make_node(grad, inside, rule);
+void record_gradient(
+    at::Tensor& gradient, const at::Tensor& grad, const at::Tensor& mask, const Rule& rule, const Edge& input) {
+  // Of plain tensors alone: others have their history on what they wrap, and functorch's outlive the input's.
+  const bool is_mask = mask.scalar_type() == at::kByte;
+  if (at::GradMode::is_enabled() && is_mask && is_plain(gradient) && is_plain(mask)) {
+    const NodePointer node = make_node(grad, mask, rule);
     node->add_next_edge(input);
-    torch::autograd::set_history(scaled, node);
+    torch::autograd::set_history(gradient, node);
   }
 }
 
@@ -221,11 +225,11 @@ void record(
   Rule rule = make_rule(derivative, mask_strides, derivative.saves == Saves::output ? output : self);
   const bool requires_grad = torch::autograd::compute_requires_grad(self);
   if (tangent.defined()) {
-    at::Tensor scaled = scale(tangent, inside, rule);
+    at::Tensor of_output = scale(tangent, inside, rule);
     if (requires_grad) {
-      add_input(scaled, tangent, inside, rule, torch::autograd::impl::gradient_edge(self));
+      record_gradient(of_output, tangent, inside, rule, torch::autograd::impl::gradient_edge(self));
     }
-    output._set_fw_grad(scaled, /*level=*/0, /*is_inplace_op=*/false);
+    output._set_fw_grad(of_output, /*level=*/0, /*is_inplace_op=*/false);
   }
   if (requires_grad) {
     torch::autograd::set_history(output, make_node(self, inside, std::move(rule)));
