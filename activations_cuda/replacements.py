@@ -146,12 +146,12 @@ def _copies(original, names):
     They are the same ones until a member of the class, or a global that its code looks up, is assigned anew.
     """
     members = _members(original)
-    before, looked_up, result = _known_copies.get((original, names), ({}, [], None))
+    before, found, result = _known_copies.get((original, names), ({}, [], None))
     if (
         result is None
         or before.keys() != members.keys()
         or any(before[key] is not members[key] for key in members)
-        or any(_leading(scope.get(name)) is not value for scope, name, value in looked_up)
+        or any(_if_followed(scope.get(name)) is not value for scope, name, value in found)
     ):
         rebind = _Rebinding(names)
         methods: defaultdict[type, dict[str, Any]] = defaultdict(dict)
@@ -159,7 +159,7 @@ def _copies(original, names):
             if (copy := rebind(member)) is not member:
                 methods[kind][name] = copy if hasattr(member, "__get__") else staticmethod(copy)  # torch.relu binds no self
         result = {kind: type(kind.__name__, (), copies) for kind, copies in methods.items()}
-        _known_copies[original, names] = members, rebind.looked_up, result
+        _known_copies[original, names] = members, rebind.globals, result
     return result
 
 
@@ -229,8 +229,8 @@ def _namespaces(names):
 FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
-def _leading(value):
-    """It if code may come from it to a function, else None: what is remembered should keep no tensor alive."""
+def _if_followed(value):
+    """The value if `_Rebinding` follows it, else None: a tensor that is remembered would stay in memory."""
     return value if isinstance(value, (types.ModuleType, partial, staticmethod, classmethod, *FUNCTION_TYPES)) else None
 
 
@@ -244,7 +244,7 @@ class _Rebinding:
         forwards = {kind.forward: OURS[kind].forward for kind in kinds}
         self.replacements = {**functions(names), **forwards}
         self.namespaces = _namespaces(names)
-        self.looked_up = []  # globals: the scope, the name, the value if it may lead to a function
+        self.globals = []  # that were looked up: the scope, the name, the value if it was followed
 
     def __call__(self, value):
         if isinstance(value, (staticmethod, classmethod)):
@@ -269,9 +269,9 @@ class _Rebinding:
         scope = function.__globals__
         replaced = {}
         looked_up, attributes = _names_of(function.__code__)
-        for name in (looked_up - attributes) & scope.keys():  # renaming a name of both would break the attribute
-            self.looked_up.append((scope, name, _leading(scope[name])))
-            if (new := self.in_scope(scope[name], attributes)) is not scope[name]:
+        for name in looked_up - attributes:  # renaming a name of both would break the attribute
+            self.globals.append((scope, name, _if_followed(scope.get(name))))
+            if name in scope and (new := self.in_scope(scope[name], attributes)) is not scope[name]:
                 replaced[name] = new
         closure = tuple(map(self.cell, function.__closure__ or ()))
         defaults = tuple(map(self, function.__defaults__ or ()))

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature, unwrap
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def saved_storages(owner: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> It
         key = StorageWeakRef(tensor.untyped_storage())
         if key not in left_out:
             storages.setdefault(key, _Storage(tensor.untyped_storage().nbytes())).savers.append(owner())
-        return tensor.detach()  # itself, if it is an output, it would keep its graph alive for ever
+        return tensor.detach()  # an output itself would keep its own graph alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield storages
@@ -212,9 +212,15 @@ def _containers(model):
     return list(found.values())
 
 
+def _is_same(values, old):
+    if isinstance(values, dict):
+        return values.keys() == old.keys() and all(values[key] is value for key, value in old.items())
+    return len(values) == len(old) and all(value is each for value, each in zip(values, old, strict=True))
+
+
 @contextmanager
 def _unchanged(model):
-    """Restores the classes and attributes of the model's modules: a forward pass may leave fake tensors in them."""
+    """Restores the classes of the model's modules and what a forward pass may leave fake tensors in."""
     classes = {module: type(module) for module in model.modules()}
     held = _containers(model)
     before = [values.copy() for values in held]
@@ -224,8 +230,15 @@ def _unchanged(model):
         for module, kind in classes.items():
             module.__class__ = kind
         for values, old in zip(held, before, strict=True):
-            values.clear()
-            values.update(old) if isinstance(values, dict) else values.extend(old)
+            if not _is_same(values, old):  # or another thread could find an empty one
+                values.clear()
+                values.update(old) if isinstance(values, dict) else values.extend(old)
+
+
+def _hold_fakes(values, depth=4):
+    """Whether there is a fake tensor among them, or in what they refer to."""
+    values = [value for value in values if not issubclass(type(value), (type, ModuleType, FunctionType))]
+    return FakeTensor in map(type, values) or (depth > 0 and bool(values) and _hold_fakes(gc.get_referents(*values), depth - 1))
 
 
 @contextmanager
@@ -235,7 +248,7 @@ def _no_fake_cached():
         yield
     finally:
         for each in gc.get_objects():
-            if type(each) is FUNCTOOLS_CACHE and FakeTensor in map(type, tree_leaves(gc.get_referents(each))):
+            if type(each) is FUNCTOOLS_CACHE and _hold_fakes(gc.get_referents(each)):
                 each.cache_clear()
 
 
@@ -243,21 +256,26 @@ def _no_fake_cached():
 def _randomness_unchanged(tensors):
     """Whatever random numbers a forward pass takes, Python's and numpy's among them."""
     state = random.getstate()
-    numpys = sys.modules.get("numpy.random")
-    numpys_state = numpys and numpys.get_state()
+    of_numpy = sys.modules.get("numpy.random")
+    numpys_state = of_numpy and of_numpy.get_state()
     devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
             random.setstate(state)
-            if numpys:
-                numpys.set_state(numpys_state)
+            if of_numpy:
+                of_numpy.set_state(numpys_state)
 
 
 def _copy(tensor):
-    new = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    new = tensor.detach().clone()
+    if type(new) is Tensor:
+        new.__class__ = type(tensor)  # Parameter, or a subclass of it
+        vars(new).update(vars(tensor))
+    elif isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, tensor.requires_grad)
+    return new.requires_grad_(tensor.requires_grad)
 
 
 def _uncompiled():
@@ -305,7 +323,12 @@ class Survey:
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         try:
-            with _no_fake_cached(), torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+            with (
+                _unchanged(model),
+                _no_fake_cached(),
+                torch.inference_mode(False),
+                FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
+            ):
                 # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors
                 # autocast would change nothing, and attention, for example, would save more.
                 default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")
@@ -327,8 +350,9 @@ class Survey:
                     f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
                     "inputs with values, got some on the meta device"
                 ) from error
-            copies = {name: _copy(tensor) for name, tensor in state.items()}
-            self._watch(model, copies, *tree_map_only(Tensor, cache(_copy), (args, kwargs)))
+            with torch.inference_mode(False):
+                copies = {name: _copy(tensor) for name, tensor in state.items()}
+                self._watch(model, copies, *tree_map_only(Tensor, cache(_copy), (args, kwargs)))
 
     def _watch(self, model, state, args, kwargs):
         """Runs the forward pass and records who saves what."""

@@ -589,14 +589,27 @@ def test_globals_stay_live(converted, monkeypatch):
     assert not ByHelper()(torch.randn(IMAGES)).any()
 
 
+class ByLaterHelper(Calls):
+    def forward(self, x):
+        return super().forward(x) if x.numel() else x
+
+    def act(self, x):
+        return later_helper(x)  # noqa: F821
+
+
 def test_a_global_that_is_assigned_anew_is_read_again(monkeypatch):
     x = torch.randn(IMAGES)
     activations_cuda.convert(ByHelper(), example_inputs=(x,))
-    for name, new in (("helper", lambda x: F.relu6(x) * 3), ("hardtanh", F.hardshrink)):
+    assert not activations_cuda.converted(activations_cuda.convert(ByLaterHelper(), example_inputs=(torch.randn(0),)))
+    for kind, name, new in (
+        (ByHelper, "helper", lambda x: F.relu6(x) * 3),
+        (ByHelper, "hardtanh", F.hardshrink),
+        (ByLaterHelper, "later_helper", F.relu6),
+    ):
         monkeypatch.setitem(globals(), name, new)
-        model = ByHelper()
+        model = kind()
         other = activations_cuda.convert(copy.deepcopy(model), example_inputs=(x,))
-        assert activations_cuda.converted(other) == {"ByHelper": 1}
+        assert activations_cuda.converted(other) == {kind.__name__: 1}
         assert_same_step(other, model, x)
 
 
@@ -740,21 +753,36 @@ def test_models_whose_forward_depends_on_values():
         activations_cuda.convert(model, example_inputs=(x.to("meta"),))
 
 
+class Gain(nn.Parameter):
+    pass
+
+
 class Writes(OnValues):
     """To its input, its own parameters and their gradients."""
 
+    def __init__(self):
+        super().__init__()
+        self.conv.weight = Gain(self.conv.weight)
+        self.conv.weight.gain = 2
+        self.positions = None
+
     def forward(self, x):
-        super().forward(x).sum().backward()
+        assert type(self.conv.weight) is Gain
+        if self.positions is None:
+            self.positions = torch.arange(x.shape[-1], device=x.device)
+        super().forward(x + self.positions).sum().backward()
         with torch.no_grad():
-            self.conv.weight.mul_(2)
+            self.conv.weight.mul_(self.conv.weight.gain)
             x.mul_(2)
         return super().forward(x)
 
 
-def test_what_a_forward_writes_to_is_a_copy():
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_what_a_forward_writes_to_is_a_copy(is_inference):
     model, x = Writes(), torch.randn(IMAGES)
     before = copy.deepcopy(model), x.clone()
-    activations_cuda.convert(model, example_inputs=(x,))
+    with torch.inference_mode(is_inference):
+        activations_cuda.convert(model, example_inputs=(x,))
     assert activations_cuda.converted(model) == {"Writes": 1}
     assert all(map(torch.equal, model.parameters(), before[0].parameters()))
     assert torch.equal(x, before[1])
@@ -820,7 +848,14 @@ def positions(width, device):
 
 @cache
 def scales(width, device):
-    return {"scales": (positions(width, device) / width, width)}
+    return SimpleNamespace(scales=(positions(width, device) / width, width))
+
+
+@cache
+def contains_itself():
+    result = []
+    result.append(result)
+    return result
 
 
 class Cached(Calls):
@@ -831,7 +866,8 @@ class Cached(Calls):
 
     @lru_cache  # noqa: B019
     def offset(self, width, device):
-        return scales(width, device)["scales"][0]
+        assert contains_itself()
+        return scales(width, device).scales[0]
 
 
 class CachedOnValues(Cached):
