@@ -226,12 +226,20 @@ def _namespaces(names):
     }
 
 
-FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+# What may lead to one of these functions.
+FOLLOWED = (
+    staticmethod,
+    classmethod,
+    partial,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+)
 
 
 def _if_followed(value):
-    """The value if `_Rebinding` follows it, else None: a tensor that is remembered would stay in memory."""
-    return value if isinstance(value, (types.ModuleType, partial, staticmethod, classmethod, *FUNCTION_TYPES)) else None
+    """A global's value if `_Rebinding` follows it, else None: a tensor that is remembered would stay in memory."""
+    return value if isinstance(value, (types.ModuleType, *FOLLOWED)) else None
 
 
 class _Rebinding:
@@ -247,11 +255,11 @@ class _Rebinding:
         self.globals = []  # that were looked up: the scope, the name, the value if it was followed
 
     def __call__(self, value):
+        if not isinstance(value, FOLLOWED):
+            return value
         if isinstance(value, (staticmethod, classmethod)):
             function = self(value.__func__)
             return value if function is value.__func__ else type(value)(function)
-        if not isinstance(value, (partial, *FUNCTION_TYPES)):
-            return value
         if value not in self.replacements:
             self.replacements[value] = value  # for a function that leads to itself
             self.replacements[value] = self.rebound(value)

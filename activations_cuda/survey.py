@@ -205,10 +205,10 @@ def _containers(model):
         for value in vars(module).values():
             if not isinstance(value, (nn.Module, Tensor, ModuleType)):
                 add(getattr(value, "__dict__", None))
-        for kind in type(module).__mro__:
-            if not (kind.__module__ or "").startswith("torch."):
-                for value in vars(kind).values():
-                    add(value)
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+        if not (kind.__module__ or "").startswith("torch."):
+            for value in vars(kind).values():
+                add(value)
     return list(found.values())
 
 
