@@ -28,7 +28,7 @@ import activations_cuda
 from activations_cuda._load import has_gpu
 from benchmarks import record
 from benchmarks.plot import draw_models
-from benchmarks.timing import StepClock, alternate, spread
+from benchmarks.timing import KernelClock, StepClock, alternate, spread
 
 GIB = 2**30
 STEPS = 20  # whose losses are compared, and the weights after them
@@ -176,6 +176,7 @@ TARGETS = {
     ("mobilenet_v2", "float32"): (0.97, 0.72),
     ("mobilenet_v2", "bfloat16"): (0.97, 0.72),
 }
+KERNELS_AT_MOST = 1.02  # of the kernels' time, in every model
 
 
 def autocast(dtype):
@@ -285,6 +286,7 @@ def measure(name, model, dtype):
             trainings[-1]()
     peaks = [training.peak([other for other in trainings if other is not training]) - earlier for training in trainings]
     times = alternate(StepClock(), *trainings)
+    kernels_before, kernels_after = (time.median for time in alternate(KernelClock(), *trainings[:2]))
     key = name, str(dtype).removeprefix("torch.")
     time_at_most, memory_at_most = TARGETS.get(key, (None, None))
     row = {
@@ -293,8 +295,12 @@ def measure(name, model, dtype):
         "batch": model.shape[0],
         **equal,
         **compare(*times[:2], *peaks[:2]),
+        "before_kernels_ms": round(kernels_before / 1e3, 3),
+        "after_kernels_ms": round(kernels_after / 1e3, 3),
+        "kernels": round(kernels_after / kernels_before, 4),
         "time_at_most": time_at_most,
         "memory_at_most": memory_at_most,
+        "kernels_at_most": KERNELS_AT_MOST,
     }
     if len(trainings) > 2:
         row |= {"compiled_ms": round(times[2].median / 1e3, 3), "compiled_gib": round(peaks[2] / GIB, 3)}
@@ -335,7 +341,8 @@ def batches(name):
 
 def missed(row):
     """What a row misses of its targets."""
-    return [what for what in ("time", "memory") if row[f"{what}_at_most"] and row[what] > row[f"{what}_at_most"]]
+    at_most = {what: row.get(f"{what}_at_most") for what in ("time", "memory", "kernels")}
+    return [what for what, bound in at_most.items() if bound and row[what] > bound]
 
 
 def differs(row):
@@ -349,7 +356,7 @@ def is_short(row):
 
 def table(rows):
     columns = ["model", "batch", "dtype", "mode", "before_ms", "after_ms", "time", "before_gib", "after_gib", "memory"]
-    columns += ["compiled_ms", "compiled_gib"]
+    columns += ["kernels", "compiled_ms", "compiled_gib"]
     cells = [
         [
             *(row.get(column) for column in columns),
@@ -391,7 +398,7 @@ def main():
     print(table(rows))
     print(
         "\nbefore: the model as it comes; after: converted; compiled: before, by torch.compile. ms: a step, the median;"
-        " GiB: its peak memory."
+        " GiB: its peak memory; kernels: the time of a step's kernels, after to before."
     )
     if largest:
         print("Largest batch of {model} within {cap_gib:.0f} GiB: {before} before, {after} after.".format(**largest))

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 WARM_UP = 3
 
@@ -49,11 +51,23 @@ class StepClock:
         return elapsed(function, self.calls) / self.calls
 
 
+class KernelClock:
+    """The time of a call's kernels, by the profiler: what the call would take if the GPU never waited for the host."""
+
+    rounds = 3
+
+    def __call__(self, function):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            function()
+            torch.cuda.synchronize()
+        return sum(event.device_time_total for event in profiler.events() if event.device_type == DeviceType.CUDA)
+
+
 class GpuClock:
     """Time on the GPU, per call, with the L2 cache flushed before every call.
 
-    The flush keeps the GPU busy while the host queues the call, so that launching costs nothing here. An H200's events come in
-    steps of a sixth of a microsecond: a round of short calls is the mean of several.
+    The flush keeps the GPU busy, some 0.2 ms, while the host queues the call, so that launching costs nothing here. An H200's
+    events come in steps of a sixth of a microsecond: a round of short calls is the mean of several.
     """
 
     rounds = 25
@@ -61,7 +75,7 @@ class GpuClock:
     def __init__(self, calls=1):
         self.calls = calls
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
-        self.flush = torch.empty(4 * l2, dtype=torch.uint8, device="cuda")
+        self.flush = torch.empty(16 * l2, dtype=torch.uint8, device="cuda")
 
     def __call__(self, function):
         return statistics.fmean(self.once(function) for _ in range(self.calls))
