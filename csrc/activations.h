@@ -4,8 +4,8 @@
 //
 //     y = f(x),    dy/dx = f.inside(x) ? f.slopes().inside : f.slopes().outside
 //
-// The kernels evaluate a struct on float or double. The composite path asks the same struct what is inside of an at::Tensor,
-// and for the value where PyTorch has no such op, which is why the members are templates and speak of conditions with `|`, `&`,
+// The kernels evaluate a struct on float or double. The composite path evaluates the same struct's condition on an at::Tensor,
+// and its value too where PyTorch's op won't do, which is why the members are templates and write conditions with `|`, `&`,
 // `negation` and `where` only. Nothing here knows of ATen.
 //
 // On each device the formulas are those of PyTorch's own op there, to the last bit; where PyTorch's two ops differ, `device`
@@ -83,9 +83,10 @@ opmath_t<scalar_t> in_dtype(double parameter) {
   return static_cast<opmath_t<scalar_t>>(static_cast<scalar_t>(parameter));
 }
 
-// What most members share: any parameters will do, inside the gradient passes as it is, outside nothing of it.
+// What most members share: any parameters are valid; the slope is 1 inside and 0 outside.
 struct Activation {
-  static constexpr bool compares_input = true;  // with the parameters, to tell what is inside, and nothing computed from it
+  // Does `inside` compare the input itself with the parameters, and not something computed from it?
+  static constexpr bool compares_input = true;
   static constexpr const char* requirement = "";
   template <class... Parameters>
   static bool accepts(Parameters...) {
@@ -97,7 +98,7 @@ struct Activation {
   static constexpr Saves saves = Saves::input;
   static constexpr bool reads_gradient_first = true;
   // Does it allocate its output by empty_like? That differs from TensorIterator in the strides of dimensions of size 1.
-  static constexpr bool allocates_alike = false;
+  static constexpr bool uses_empty_like = false;
   // Can torch 2.11's DTensor shard it?
   static constexpr bool shards = true;
 
@@ -159,7 +160,7 @@ struct Hardtanh : Activation {
 
   Hardtanh(double min_val, double max_val) : min_val(static_cast<T>(min_val)), max_val(static_cast<T>(max_val)) {}
 
-  static constexpr bool allocates_alike = true;
+  static constexpr bool uses_empty_like = true;
   static constexpr const char* requirement = "min_val <= max_val";
   static bool accepts(double min_val, double max_val) { return !(min_val > max_val); }
 
@@ -170,7 +171,17 @@ struct Hardtanh : Activation {
   }
   template <class X>
   FASTACT_HOST_DEVICE X operator()(const X& x) const {
-    return clamp(x, min_val, max_val);
+    return clamp(x, bound(min_val), bound(max_val));
+  }
+
+ private:
+  // PyTorch's CPU op clamps in the dtype: a bound may round to 0.
+  FASTACT_HOST_DEVICE static T bound(T value) {
+    if constexpr (device == Device::cuda) {
+      return value;
+    } else {
+      return in_dtype<scalar_t>(value);
+    }
   }
 };
 

@@ -1,4 +1,4 @@
-// What a function is marked with that CPU and GPU code call.
+// Marks a function that both CPU and GPU code call.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -36,7 +36,7 @@ struct Rows {
 // innermost first, with the strides of both. A stride may be 0, for a gradient that is expanded. There is at least one
 // dimension.
 struct Walk {
-  // What has more dimensions of two elements or more than this has more elements than memory.
+  // A tensor with more dimensions of two elements or more would not fit in memory.
   static constexpr int kMaxDims = 48;
 
   int dims;
@@ -48,8 +48,8 @@ struct Walk {
 namespace cpu {
 
 // A range of elements that a kernel is called for must begin at a multiple of this, so that no two threads share a mask byte.
-// It is also how many are buffered at a time (2^18 float16 elements, forward: 32 us, with 512 or 256 41 us; the others don't
-// mind).
+// It is also how many are buffered at a time (2^18 float16 elements, forward: 32 us, and 41 us with 512 or 256; other
+// dtypes show no difference).
 constexpr int64_t kBlock = 1024;
 
 // y = f(x) for the elements from `begin` up to `end`, where `activation` is the struct of the formula for this dtype and

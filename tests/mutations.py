@@ -117,7 +117,7 @@ ON = {
     ],
     "cuda": [
         Mutant("factors of the first number", CUDA_LOOKUP, "(number << 16 | y)", "y"),
-        Mutant("no factors beyond the direct ones", CUDA_LOOKUP, "bits <= 5 || number < kDirect", "true"),
+        Mutant("no factors beyond the direct ones", CUDA_LOOKUP, "(1u << bits) <= kDirect || number < kDirect", "true"),
         Mutant(
             "+0 is not selected",
             CUDA_LOOKUP,

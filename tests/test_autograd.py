@@ -103,9 +103,11 @@ def test_backward_frees_the_mask(device):
 
 def test_output_is_not_a_leaf_and_names_its_function(device):
     x = torch.randn(3, device=device, requires_grad=True)
-    y = torch.ops.fastact.hardsigmoid(x)
-    assert y.grad_fn.name() == "MaskedScaleBackward"
-    assert repr(y.grad_fn).startswith("<MaskedScaleBackward object at ")
+    y, z = torch.ops.fastact.hardsigmoid(x), torch.ops.fastact.silu(x.bfloat16())
+    for node, name in (y.grad_fn, "MaskedScaleBackward"), (z.grad_fn, "CodeBackward"):
+        assert node.name() == name
+        assert repr(node).startswith(f"<{name} object at ")
+        assert isinstance(node, torch.autograd.graph.Node)
     assert y.grad_fn.next_functions[0][0].variable is x
     assert not torch.ops.fastact.hardsigmoid(x.detach()).requires_grad
 

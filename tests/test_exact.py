@@ -111,6 +111,15 @@ def test_bounds_beyond_the_dtype_do_what_pytorch_does(bound, dtype, device):
     assert actual == expected if isinstance(expected, str) else torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("layout", [lambda x: x, lambda x: x[::2]], ids=["contiguous", "sliced"])
+@pytest.mark.parametrize("bounds", [(1e-8, 1.0), (-1.0, -1e-8), (4e-42, 1.0), (-1.0, -4e-42)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_bound_that_rounds_to_zero_is_of_pytorchs_sign(dtype, bounds, layout, device):
+    x = layout(torch.tensor([0.0, -0.0, 2e-7, -2e-7], device=device).to(dtype).repeat(33))
+    actual, expected = (function(x, *bounds) for function in (torch.ops.fastact.hardtanh, torch.nn.functional.hardtanh))
+    assert_same_values(actual, expected)
+
+
 @pytest.mark.parametrize("bounds", [(float("nan"), 1.0), (-1.0, float("nan"))])
 def test_nan_bounds_do_what_pytorch_does(bounds, device):
     x = torch.randn(9, device=device, requires_grad=True)

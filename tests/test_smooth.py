@@ -396,14 +396,39 @@ def test_errors(row, device):
     for error, message, arguments in [
         (NotImplementedError, "expected a float16 or bfloat16 output", (x.float(), output.float(), code)),
         (RuntimeError, "expected grad of the output's dtype, device and shape", (x[:3], output, code)),
+        (RuntimeError, "expected a dense output", (x, output.repeat(2)[::2], code)),
         (RuntimeError, "expected a contiguous code of", (x, output, code[1:])),
     ]:
         with pytest.raises(error, match=f"code_backward: {message}"):
             row.code_backward(*arguments)
+    with pytest.raises(RuntimeError, match="code_backward: expected a contiguous code of"):
+        torch.vmap(lambda grad: row.code_backward(grad, output, code[1:]))(torch.stack([x, x]))
     with pytest.raises(ValueError, match="code_backward: expected the name of a smooth activation, got relu"):
         torch.ops.fastact.code_backward(x, output, code, "relu")
     with pytest.raises(ValueError, match="code_backward: expected strides of 1 dimensions, got 2"):
         row.code_backward(x, output, code, input_strides=(1, 2))
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+def test_lazy_clones(row, inplace, device):
+    """Also among what is saved; reading one doesn't make it a copy."""
+    x, grad = sample(1 << 16, torch.bfloat16, device), torch.ones(1 << 16, dtype=torch.bfloat16, device=device)
+    leaf = x.clone().requires_grad_()
+    lazy = torch._lazy_clone(leaf * 1)
+    with torch.autograd.graph.saved_tensors_hooks(torch._lazy_clone, lambda tensor: tensor):
+        y = row.inplace(lazy) if inplace else row(lazy)
+    assert inplace or torch._C._is_cow_tensor(lazy)
+    actual = y.detach().clone(), *torch.autograd.grad(y, leaf, grad)
+    for ours, expected in zip(actual, gradients_of(row.reference, x, grad), strict=True):
+        assert_same_values(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_no_code_reads_past_the_tables(row, dtype, device):
+    """That of another tensor, e.g., gives another gradient, and no more; `make sanitize` watches."""
+    outputs = every_pattern(dtype, device)
+    code = torch.full_like(row.with_code(outputs)[1], 255)
+    assert row.code_backward(torch.ones_like(outputs), outputs, code).shape == outputs.shape
 
 
 def run(program, **environment):
@@ -442,6 +467,33 @@ def test_first_use_by_many_threads_and_after_a_fork(row):
             for thread in threads: thread.join()
             assert len(results) == 8
             for result in results: assert_same_values(result, step(row.reference))
+    """)
+
+
+def test_a_fork_while_another_thread_makes_the_tables(row):
+    """The child has the lock's state and not the thread that holds it."""
+    run(f"""
+        import os, threading, time, torch
+        from family import HALF_TYPES, SMOOTH
+        row = SMOOTH[{SMOOTH.index(row)}]
+        torch.set_num_threads(1)
+        def use():
+            for dtype in HALF_TYPES:
+                row(torch.randn(64, dtype=dtype, requires_grad=True))
+        thread = threading.Thread(target=use)
+        thread.start()
+        time.sleep(0.02)
+        child = os.fork()
+        if child == 0:
+            use()
+            os._exit(0)
+        thread.join()
+        end = time.monotonic() + 60
+        while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+            time.sleep(0.1)
+        if done == (0, 0):
+            os.kill(child, 9)
+        assert done == (child, 0)
     """)
 
 

@@ -38,9 +38,25 @@ def test_traced_to_pytorchs_op(row, inplace, device):
     x = sample(row, 60, torch.float32, device).requires_grad_()
     function = getattr(activations_cuda, row.name)
     traced = torch.jit.trace(lambda t: function(t * 1, *row.parameters, inplace=inplace), x, check_trace=False)
-    pytorchs = {False: [row.name], True: [row.name + "_"] if hasattr(torch.ops.aten, row.name + "_") else [row.name, "copy_"]}
+    in_place = [row.name + "_"] if hasattr(torch.ops.aten, row.name + "_") else ["clone", row.name, "copy_"]
+    pytorchs = {False: [row.name], True: in_place}
     assert kinds(traced.graph) == ["aten::mul", *(f"aten::{name}" for name in pytorchs[inplace])]
     assert torch.equal(traced(x).nan_to_num(), row.reference(x).nan_to_num())
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+@pytest.mark.parametrize("row", HAS_REFERENCE, ids=str)
+def test_what_was_traced_can_be_trained(row, inplace, device):
+    if inplace and row.slopes[1] < 0:
+        pytest.skip("PyTorch's leaky_relu_ refuses a negative slope in backward")
+    x, gradient = sample(row, 60, torch.float32, device), torch.randn(60, device=device)
+    function = getattr(activations_cuda, row.name)
+    traced = torch.jit.trace(lambda t: function(t * 1, *row.parameters, inplace=inplace), x, check_trace=False)
+    gradients = []
+    for f in (traced, row.reference):
+        leaf = x.clone().requires_grad_()
+        gradients += torch.autograd.grad(f(leaf), leaf, gradient)
+    assert_same_values(*gradients)
 
 
 @pytest.mark.parametrize("row", FAMILY, ids=str)

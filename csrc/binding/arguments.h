@@ -27,19 +27,18 @@ std::string join(Parameters... parameters) {
   return text;
 }
 
-template <class T>
-double largest() {
-  return static_cast<double>(std::numeric_limits<T>::max());
+inline double largest(at::ScalarType dtype) {
+  const auto of = [](auto zero) { return static_cast<double>(std::numeric_limits<decltype(zero)>::max()); };
+  return dtype == at::kDouble     ? of(double())
+         : dtype == at::kHalf     ? of(c10::Half())
+         : dtype == at::kBFloat16 ? of(c10::BFloat16())
+                                  : of(float());
 }
 
 // Infinite parameters mean to the kernels what they mean to PyTorch. NaN does not, and beyond the range of the dtype PyTorch's
 // ops raise or round to infinity, one or the other: PyTorch's op answers for both.
 inline bool kernels_take(at::ScalarType dtype, double parameter) {
-  const double range = dtype == at::kDouble     ? largest<double>()
-                       : dtype == at::kHalf     ? largest<c10::Half>()
-                       : dtype == at::kBFloat16 ? largest<c10::BFloat16>()
-                                                : largest<float>();
-  return std::isinf(parameter) || std::abs(parameter) <= range;
+  return std::isinf(parameter) || std::abs(parameter) <= largest(dtype);
 }
 
 // Whether PyTorch's own op must answer, since the kernels don't take this dtype or these parameters.
@@ -62,7 +61,7 @@ void check_parameters(Parameters... parameters) {
 template <class Parameter>
 using ScalarFor = const at::Scalar&;
 
-// PyTorch's own op, for what belongs to it. It raises what its users know; where it would not, this does.
+// PyTorch's own op, for inputs the kernels don't take. It raises PyTorch's errors; where it would raise none, this does.
 template <class Op, class... Parameters>
 at::Tensor pytorch(const at::Tensor& self, Parameters... parameters) {
   const auto dtype = self.scalar_type();

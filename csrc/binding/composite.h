@@ -1,5 +1,6 @@
 // The composite path, for whatever the kernels can't see into (tracing, tensor subclasses, functorch's transforms, other
-// devices): the value by PyTorch's own op, and as ATen ops the condition that the kernels would write as bits.
+// devices): the value by PyTorch's own op, or composed of ATen's where PyTorch has none or DTensor can't shard it, and as ATen
+// ops the condition that the kernels would write as bits.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -14,6 +15,7 @@
 #include <algorithm>
 #include <numeric>
 #include <type_traits>
+#include <vector>
 
 #include "../activations.h"
 #include "../mask.h"

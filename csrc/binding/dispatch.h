@@ -1,4 +1,4 @@
-// How an op comes to its kernel.
+// How an op reaches its kernel.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>

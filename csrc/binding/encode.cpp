@@ -16,16 +16,16 @@ namespace {
 template <class T>
 ByNumber<T> by_number(const Tables& tables, const Tensor& list, const Tensor& direct) {
   return {
-      static_cast<const uint32_t*>(tables.first.data_ptr()), static_cast<const T*>(list.data_ptr()),
-      direct.defined() ? static_cast<const T*>(direct.data_ptr()) : nullptr};
+      static_cast<const uint32_t*>(const_data(tables.first)), static_cast<const T*>(const_data(list)),
+      direct.defined() ? static_cast<const T*>(const_data(direct)) : nullptr};
 }
 
 const uint16_t* patterns(const Tensor& tensor) {
-  return static_cast<const uint16_t*>(tensor.data_ptr());
+  return static_cast<const uint16_t*>(const_data(tensor));
 }
 
 uint16_t* mutable_patterns(const Tensor& tensor) {
-  return static_cast<uint16_t*>(tensor.data_ptr());
+  return static_cast<uint16_t*>(mutable_data(tensor));
 }
 
 Tensor empty_code(const Tensor& like, int bits) {
@@ -57,16 +57,16 @@ void encode_into(const Tables& tables, const Tensor& self, const Tensor& output,
     uint16_t* y = mutable_patterns(output);
     Cuda::check_launch(
         code.defined() ? cuda::encode(
-                             static_cast<const uint32_t*>(tables.entries.data_ptr()), x, source.rows, y,
+                             static_cast<const uint32_t*>(const_data(tables.entries)), x, source.rows, y,
                              mutable_data<uint8_t>(code), tables.bits, output.numel(), stream)
                        : cuda::look_up(patterns(tables.outputs), x, source.rows, y, output.numel(), stream));
     return;
   }
 #endif
   const Tensor dense = agree(self.sizes(), self.strides(), output.strides()) ? self : at::empty_like(output).copy_(self);
-  parallel(dense, [&](int64_t begin, int64_t end) {
-    cpu::encode(patterns(tables.entries), patterns(dense), mutable_data<uint8_t>(code), tables.bits, dense.numel(), begin, end);
-  });
+  const uint16_t *numbers = patterns(tables.entries), *x = patterns(dense);
+  auto* bytes = mutable_data<uint8_t>(code);
+  parallel(dense, [&](int64_t begin, int64_t end) { cpu::encode(numbers, x, bytes, tables.bits, dense.numel(), begin, end); });
 }
 
 }  // namespace
@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor> encode(const Smooth& activation, const Tables& tables
   Tensor output;
 #if defined(FASTACT_CUDA)
   if (self.is_cuda()) {
-    output = Cuda::empty(self, elementwise_format(self));
+    output = empty<Cuda>(self, elementwise_format(self));
   }
 #endif
   if (!output.defined()) {
@@ -105,7 +105,7 @@ namespace {
 
 // The kernels read a code word by word, and a hook on what is saved may return a slice of something.
 Tensor aligned(const Tensor& code) {
-  return reinterpret_cast<uintptr_t>(code.data_ptr()) % sizeof(uint64_t) == 0 ? code : code.clone();
+  return reinterpret_cast<uintptr_t>(const_data(code)) % sizeof(uint64_t) == 0 ? code : code.clone();
 }
 
 // A copy with these strides: PyTorch's CPU ops compute a tensor that isn't contiguous otherwise. What is expanded stays
@@ -132,20 +132,18 @@ Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_co
     return input;
   }
   const auto inputs = by_number<uint16_t>(tables, tables.inputs, Tensor());
+  const uint16_t* y = patterns(output);
+  const auto* bytes = const_data<uint8_t>(code);
+  uint16_t* x = mutable_patterns(input);
 #if defined(FASTACT_CUDA)
   if (output.is_cuda()) {
     const c10::cuda::CUDAGuard guard(output.device());
-    Cuda::check_launch(
-        cuda::decode(
-            inputs, patterns(output), const_data<uint8_t>(code), tables.bits, mutable_patterns(input), output.numel(),
-            c10::cuda::getCurrentCUDAStream()));
+    Cuda::check_launch(cuda::decode(inputs, y, bytes, tables.bits, x, output.numel(), c10::cuda::getCurrentCUDAStream()));
     return input;
   }
 #endif
-  parallel(output, [&](int64_t begin, int64_t end) {
-    cpu::decode(
-        inputs, patterns(output), const_data<uint8_t>(code), tables.bits, mutable_patterns(input), output.numel(), begin, end);
-  });
+  parallel(
+      output, [&](int64_t begin, int64_t end) { cpu::decode(inputs, y, bytes, tables.bits, x, output.numel(), begin, end); });
   return input;
 }
 
@@ -180,7 +178,7 @@ Tensor backward(
 #if defined(FASTACT_CUDA)
   if (output.is_cuda()) {
     const bool alike = grad.strides() == input_strides;
-    const Tensor result = alike ? Cuda::empty(grad, elementwise_format(grad))
+    const Tensor result = alike ? empty<Cuda>(grad, elementwise_format(grad))
                                 : Cuda::empty_strided(grad, elementwise_strides(grad.sizes(), grad.strides(), input_strides));
     if (result.numel() > 0) {
       const c10::cuda::CUDAGuard guard(output.device());

@@ -64,7 +64,7 @@ struct Functions {
       }
     }
 
-    // A tensor serves where it is one number and no more, as for PyTorch: its gradient would be lost unseen.
+    // As in PyTorch a tensor is accepted if it has no dimensions and doesn't require grad: its gradient would be lost silently.
     static double number(PyObject* argument) {
       if (!PyFloat_Check(argument) && !PyLong_Check(argument) && THPVariable_Check(argument)) {
         const at::Tensor& tensor = THPVariable_Unpack(argument);
@@ -164,10 +164,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   // Or Python would show a node as a CppFunction.
   static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)}, code_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  torch::autograd::registerCppFunction(
-      node_type(), torch::autograd::_initFunctionPyTypeObject(node_class, kNodeName, nullptr, nullptr));
-  torch::autograd::registerCppFunction(
-      code_node_type(), torch::autograd::_initFunctionPyTypeObject(code_node_class, kCodeNodeName, nullptr, nullptr));
+  const auto add_node = [](const std::type_info& type, PyTypeObject& node_class, const char* name) {
+    torch::autograd::registerCppFunction(type, torch::autograd::_initFunctionPyTypeObject(node_class, name, nullptr, nullptr));
+    // Where torch.autograd.graph.Node looks for its subclasses.
+    py::module_::import("torch._C").attr("_functions").attr(name) = py::handle(reinterpret_cast<PyObject*>(&node_class));
+  };
+  add_node(node_type(), node_class, kNodeName);
+  add_node(code_node_type(), code_node_class, kCodeNodeName);
 
 #if defined(__clang__)
   module.attr("compiler") = "clang " __clang_version__;

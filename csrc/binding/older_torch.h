@@ -1,4 +1,4 @@
-// What the binding uses of PyTorch and some of the releases that it builds for lack.
+// Parts of PyTorch's API that some supported releases lack.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,6 +30,19 @@ T* mutable_data(const at::Tensor& tensor) {
 #endif
 }
 
+// The same whatever the dtype.
+inline const void* const_data(const at::Tensor& tensor) {
+#if FASTACT_TORCH_VERSION >= 201
+  return tensor.const_data_ptr();
+#else
+  return tensor.data_ptr();
+#endif
+}
+
+inline void* mutable_data(const at::Tensor& tensor) {
+  return tensor.data_ptr();
+}
+
 // Since 2.3 there are nested tensors that are a subclass of strided ones.
 inline bool is_jagged(const at::Tensor& tensor) {
 #if FASTACT_TORCH_VERSION >= 203
@@ -39,8 +52,7 @@ inline bool is_jagged(const at::Tensor& tensor) {
 #endif
 }
 
-// Whether what is called is written down and not computed: by torch.compile, torch.export or compiled autograd, or on fake
-// tensors.
+// Whether calls are traced rather than run: by torch.compile, torch.export or compiled autograd, or on fake tensors.
 inline bool is_traced() {
   using c10::impl::TorchDispatchModeTLS;
 #if FASTACT_TORCH_VERSION >= 202

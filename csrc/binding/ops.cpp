@@ -5,7 +5,9 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -23,16 +25,14 @@ namespace {
 
 using at::OptionalSymIntArrayRef;
 using at::Tensor;
-using c10::DispatchKey;
-using c10::DispatchKeySet;
 using OutputAndMask = std::tuple<Tensor, Tensor>;
 
-// Sparse and MKL-DNN tensors and nested ones of the old kind have elements that ATen's composition can't reach.
+// Sparse and MKL-DNN tensors and nested ones of the old kind have elements that ATen's ops can't reach one by one.
 bool is_strided_or_jagged(const Tensor& tensor) {
   return tensor.is_nested() ? is_jagged(tensor) : tensor.layout() == at::kStrided;
 }
 
-// Whether nobody else holds on to how a tensor came about, once its successor knows.
+// Whether a tensor's history can be dropped once what replaces it in place has it.
 bool may_forget_history(const Tensor& tensor) {
   return at::GradMode::is_enabled() && !tensor.is_leaf() && !tensor.is_view() && !tensor.retains_grad() &&
          !tensor._fw_grad(/*level=*/0).defined();
@@ -79,8 +79,8 @@ struct Implementation {
     constexpr DispatchKeySet transforms({DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched});
     const bool is_transformed = self.key_set().has_any(transforms);
     const bool keeps_input = is_transformed || is_pytorchs(self, parameters...);
-    const Tensor output = autograd_composite(keeps_input ? self.clone() : self, parameters...);
     check_inplace(self);
+    const Tensor output = autograd_composite(keeps_input ? self.clone() : self, parameters...);
     if (may_forget_history(self)) {
       // `output` alone has the history now: copying would add zeros to the gradient of what `self` was.
       self.detach_();
@@ -103,8 +103,10 @@ struct Implementation {
       if (pytorchs) {
         return pytorchs->template typed<Tensor&(Tensor&, ScalarFor<Parameters>...)>().call(self, at::Scalar(parameters)...);
       }
+      return self.copy_(traced(self.clone(), parameters...));  // PyTorch's op saves its input
+    } else {
+      return self.copy_(traced(self, parameters...));
     }
-    return self.copy_(traced(self, parameters...));
   }
 
   template <class Backend>

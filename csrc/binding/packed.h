@@ -39,15 +39,8 @@ constexpr Dtype dtype_of = std::is_same_v<scalar_t, double>     ? Dtype::float64
 struct Cpu {
   static constexpr Device device = Device::cpu;
 
-  // As at::empty_like.
-  static at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
-    if (format != at::MemoryFormat::Preserve) {
-      return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type(), /*pin_memory=*/false, format));
-    }
-    if (like.is_non_overlapping_and_dense()) {
-      return empty_strided(like, like.strides());
-    }
-    return at::empty_like(like);
+  static at::Tensor empty_format(const at::Tensor& like, at::MemoryFormat format) {
+    return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type(), /*pin_memory=*/false, format));
   }
 
   static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
@@ -86,15 +79,8 @@ struct Cpu {
 struct Cuda {
   static constexpr Device device = Device::cuda;
 
-  // As at::empty_like.
-  static at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
-    if (format != at::MemoryFormat::Preserve) {
-      return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), like.device(), format));
-    }
-    if (like.is_non_overlapping_and_dense()) {
-      return empty_strided(like, like.strides());
-    }
-    return at::empty_like(like);
+  static at::Tensor empty_format(const at::Tensor& like, at::MemoryFormat format) {
+    return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), like.device(), format));
   }
 
   static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
@@ -136,6 +122,15 @@ struct Cuda {
 };
 #endif
 
+// As at::empty_like.
+template <class Backend>
+at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
+  if (format != at::MemoryFormat::Preserve) {
+    return Backend::empty_format(like, format);
+  }
+  return like.is_non_overlapping_and_dense() ? Backend::empty_strided(like, like.strides()) : at::empty_like(like);
+}
+
 template <class Op, class Backend, class... Parameters>
 void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parameters... parameters) {
   if (output.numel() == 0) {
@@ -152,14 +147,14 @@ void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parame
 
 template <class Op, class Backend, class... Parameters>
 at::Tensor packed(const at::Tensor& self, Parameters... parameters) {
-  at::Tensor output = Backend::empty(self, output_format<Op>(self));
+  at::Tensor output = empty<Backend>(self, output_format<Op>(self));
   run<Op, Backend>(self, output, nullptr, parameters...);
   return output;
 }
 
 template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_with_mask(const at::Tensor& self, Parameters... parameters) {
-  at::Tensor output = Backend::empty(self, output_format<Op>(self));
+  at::Tensor output = empty<Backend>(self, output_format<Op>(self));
   at::Tensor mask = Backend::empty_bytes(self, mask_bytes(self.numel()));
   run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);
   return {std::move(output), std::move(mask)};
@@ -193,7 +188,7 @@ template <class Backend>
 at::Tensor packed_backward(
     const at::Tensor& grad, const at::Tensor& mask, double inside, double outside, at::OptionalIntArrayRef mask_strides,
     at::OptionalIntArrayRef strides) {
-  at::Tensor output = strides ? Backend::empty_strided(grad, *strides) : Backend::empty(grad, elementwise_format(grad));
+  at::Tensor output = strides ? Backend::empty_strided(grad, *strides) : empty<Backend>(grad, elementwise_format(grad));
   if (output.numel() == 0) {
     return output;
   }

@@ -17,7 +17,6 @@
 #include <array>
 #include <atomic>
 #include <limits>
-#include <mutex>
 #include <tuple>
 #include <vector>
 
@@ -31,7 +30,6 @@ struct Tables;
 struct TablesSlot {
   std::atomic<bool> is_filled{false};
   const Tables* tables = nullptr;  // null, once it is filled, where PyTorch's op must serve
-  std::mutex mutex;
 };
 
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();

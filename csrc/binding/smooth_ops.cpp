@@ -1,5 +1,5 @@
-// The ops of the smooth activations in the namespace `fastact`: schemas, and which kernel serves which dispatch key. What isn't
-// a plain tensor of a dtype of 16 bits is PyTorch's own op's.
+// The ops of the smooth activations in the namespace `fastact`: schemas, and which kernel serves which dispatch key.
+// Anything but a plain tensor of a 16-bit dtype goes to PyTorch's own op.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -22,11 +22,16 @@ namespace fastact {
 namespace {
 
 using at::OptionalSymIntArrayRef;
-using at::Tensor;
 using OutputAndCode = std::tuple<Tensor, Tensor>;
 
 bool has_16_bits(const Tensor& self) {
   return self.scalar_type() == at::kBFloat16 || self.scalar_type() == at::kHalf;
+}
+
+void check_known(const Tables* tables, const std::string& op, const Tensor& self) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      tables, op, ": expected a tensor whose activation has tables (torch.nn.functional's op serves the rest), got ",
+      self.scalar_type(), " on ", self.device());
 }
 
 const Smooth& check_smooth(c10::string_view name) {
@@ -45,9 +50,6 @@ struct SmoothImplementation {
     return activation && has_kernels && has_16_bits(self) && is_plain(self) ? tables_for(*activation, self) : nullptr;
   }
 
-  static Tensor pytorch(const Tensor& self, Parameters... parameters) { return Op::pytorch(self, parameters...); }
-  static Tensor& pytorch_inplace(Tensor& self, Parameters... parameters) { return Op::pytorch_inplace(self, parameters...); }
-
   // Without a code.
   static Tensor value(const Tensor& self, Parameters... parameters) {
     const Smooth* activation = Op::activation(parameters...);
@@ -56,7 +58,7 @@ struct SmoothImplementation {
         return std::get<0>(encode(*activation, *of_self, self, /*with_code=*/false));
       }
     }
-    return pytorch(self, parameters...);
+    return Op::pytorch(self, parameters...);
   }
 
   static OutputAndCode with_code(const Tensor& self, Parameters... parameters) {
@@ -73,13 +75,13 @@ struct SmoothImplementation {
 
   static Tensor autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
     if (!has_16_bits(self) || !is_plain(self)) {
-      return pytorch(self, parameters...);
+      return Op::pytorch(self, parameters...);
     }
     if (saves_code(self)) {
       const Tables* of_self = tables(self, parameters...);
-      return of_self ? std::get<0>(recorded(keys, of_self, self, parameters...)) : pytorch(self, parameters...);
+      return of_self ? std::get<0>(recorded(keys, of_self, self, parameters...)) : Op::pytorch(self, parameters...);
     }
-    return needs_derivative(self) ? pytorch(self, parameters...)
+    return needs_derivative(self) ? Op::pytorch(self, parameters...)
                                   : below_autograd(
                                         keys, [&](auto) { return value(self, parameters...); },
                                         [&](DispatchKeySet below) {
@@ -95,15 +97,14 @@ struct SmoothImplementation {
 
   static Tensor& autograd_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
     if (!has_16_bits(self) || !is_plain(self) || !saves_code(self) || !tables(self, parameters...)) {
-      return pytorch_inplace(self, parameters...);
+      return Op::pytorch_inplace(self, parameters...);
     }
     check_inplace(self);
     const Smooth& activation = *Op::activation(parameters...);
     const auto [ordered, code] = below_autograd(
         keys, [&](auto) { return encode_inplace(activation, check_tables(self, parameters...), self); },
         [&](DispatchKeySet below) {
-          static const auto op = find<OutputAndCode(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_code");
-          auto result = op.redispatch(below, self, parameters...);
+          auto result = redispatch_with_code(below, self, parameters...);
           self.copy_(std::get<0>(result));
           return result;
         });
@@ -120,24 +121,28 @@ struct SmoothImplementation {
         [&](auto) {
           return encode(activation, of_self ? *of_self : check_tables(self, parameters...), self, /*with_code=*/true);
         },
-        [&](DispatchKeySet below) {
-          static const auto op = find<OutputAndCode(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_code");
-          return op.redispatch(below, self, parameters...);
-        });
+        [&](DispatchKeySet below) { return redispatch_with_code(below, self, parameters...); });
     record_code(activation, self, std::get<0>(result), std::get<1>(result));
     return result;
+  }
+
+  static OutputAndCode redispatch_with_code(DispatchKeySet below, const Tensor& self, Parameters... parameters) {
+    static const auto op = find<OutputAndCode(const Tensor&, Parameters...)>(std::string(Op::name) + "_with_code");
+    return op.redispatch(below, self, parameters...);
   }
 
   static void check_with_code(const Tensor& self, Parameters... parameters) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         has_16_bits(self), Op::name, "_with_code: expected a float16 or bfloat16 tensor, got ", self.scalar_type());
-    TORCH_CHECK_VALUE(Op::activation(parameters...), Op::name, "_with_code: expected parameters that PyTorch's op takes");
+    TORCH_CHECK_VALUE(
+        Op::activation(parameters...), Op::name, "_with_code: expected parameters that PyTorch's op takes, got ",
+        c10::str(parameters...));
   }
 
   static const Tables& check_tables(const Tensor& self, Parameters... parameters) {
     check_with_code(self, parameters...);
     const Tables* of_self = tables(self, parameters...);
-    TORCH_CHECK_NOT_IMPLEMENTED(of_self, Op::name, "_with_code: expected a dtype and device where PyTorch's gradient is known");
+    check_known(of_self, std::string(Op::name) + "_with_code", self);
     return *of_self;
   }
 };
@@ -162,14 +167,22 @@ void check_code(
       output.dim(), " dimensions, got ", input_strides->size());
 }
 
+// The tables of an output that is in memory.
+const Tables& check_output(const Smooth& activation, const Tensor& output) {
+  TORCH_CHECK(
+      output.is_non_overlapping_and_dense(), "code_backward: expected a dense output, got shape ", output.sizes(),
+      " and strides ", output.strides());
+  const Tables* tables = tables_for(activation, output);
+  check_known(tables, "code_backward", output);
+  return *tables;
+}
+
 Tensor code_backward(
     const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
   const Smooth& activation = check_smooth(name);
   check_code(activation, grad, output, code, input_strides);
   const at::IntArrayRef strides = input_strides ? C10_AS_INTARRAYREF_SLOW(*input_strides) : output.strides();
-  const Tables* tables = tables_for(activation, output);
-  TORCH_CHECK_NOT_IMPLEMENTED(tables, "code_backward: expected a dtype and device where PyTorch's gradient is known");
-  return backward(activation, *tables, grad, output, code, strides);
+  return backward(activation, check_output(activation, output), grad, output, code, strides);
 }
 
 Tensor code_backward_meta(
@@ -186,10 +199,9 @@ Tensor code_backward_meta(
 Tensor code_backward_composite(
     const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
   const Smooth& activation = check_smooth(name);
-  const Tables* tables = tables_for(activation, output);
-  TORCH_CHECK_NOT_IMPLEMENTED(tables, "code_backward: expected a dtype and device where PyTorch's gradient is known");
-  return activation.backward(
-      grad, decode(*tables, output, code, input_strides ? C10_AS_INTARRAYREF_SLOW(*input_strides) : output.strides()));
+  check_code(activation, grad, output, code, input_strides);
+  const at::IntArrayRef strides = input_strides ? C10_AS_INTARRAYREF_SLOW(*input_strides) : output.strides();
+  return activation.backward(grad, decode(check_output(activation, output), output, code, strides));
 }
 
 template <class Op>
@@ -211,12 +223,12 @@ void define(torch::Library& library) {
   implement(with_code, DispatchKey::Meta, &Impl::meta_with_code);
   for (const DispatchKey backend : {DispatchKey::CPU, DispatchKey::CUDA}) {
     implement(name, backend, &Impl::value);
-    implement(inplace, backend, &Impl::pytorch_inplace);
+    implement(inplace, backend, &Op::pytorch_inplace);
     implement(with_code, backend, &Impl::with_code);
   }
   for (const DispatchKey key : {DispatchKey::CompositeImplicitAutograd, DispatchKey::FuncTorchBatched, DispatchKey::Tracer}) {
-    implement(name, key, &Impl::pytorch);
-    implement(inplace, key, &Impl::pytorch_inplace);
+    implement(name, key, &Op::pytorch);
+    implement(inplace, key, &Op::pytorch_inplace);
   }
 }
 

@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <numeric>
 #include <optional>
 
 #include "../kernels.h"
@@ -23,7 +22,7 @@ inline at::MemoryFormat elementwise_format(const at::Tensor& self) {
 template <class Op>
 at::MemoryFormat output_format(const at::Tensor& self) {
   using Activation = typename Op::template Activation<double>;
-  return Activation::allocates_alike ? at::MemoryFormat::Preserve : elementwise_format(self);
+  return Activation::uses_empty_like ? at::MemoryFormat::Preserve : elementwise_format(self);
 }
 
 // What TensorIterator makes of two operands of one shape, which is what PyTorch's backward returns.

@@ -15,6 +15,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/SmallVector.h>
+#include <pthread.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -22,10 +23,12 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <unordered_map>
 #include <vector>
 
 #include "../lookup.h"
+#include "arguments.h"
 #include "encode.h"
 
 #if defined(FASTACT_CUDA)
@@ -35,8 +38,6 @@
 
 namespace fastact {
 namespace {
-
-using at::Tensor;
 
 constexpr int kPatterns = 1 << 16;
 
@@ -50,10 +51,6 @@ class Unwatched {
   }
   c10::impl::ForceDispatchKeyGuard guard_{keys()};
 };
-
-double largest(at::ScalarType dtype) {
-  return dtype == at::kHalf ? 65504 : 0x1.fep127;
-}
 
 Tensor all_inputs(at::ScalarType dtype, at::Device device) {
   return at::arange(kPatterns, at::dtype(at::kInt).device(device)).to(at::kShort).view(dtype);
@@ -96,8 +93,8 @@ c10::SmallVector<uint16_t, 4> outputs_of(const Variants& variants, int x) {
   return outputs;
 }
 
-// For each input its number among those that share an output, the same in all variants. Where these are more than there are
-// numbers, inputs with the same derivative share a number as soon as the others are needed. Empty if there are too few numbers.
+// Numbers the inputs that share an output, with the same numbers in all variants. If an output has more inputs than there are
+// numbers, inputs with the same derivative share one as soon as the others are needed. Empty if there are too few numbers.
 Patterns number(const Variants& variants, const std::vector<uint64_t>& derivatives, int numbers) {
   std::vector<int> inputs_of(kPatterns);  // by output
   for (int x = 0; x < kPatterns; ++x) {
@@ -252,6 +249,9 @@ std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dty
     variants.push_back(with_one_nan(activation.forward(layout(x))));
   }
   const int bits = activation.of(dtype).bits;
+  TORCH_INTERNAL_ASSERT(
+      dtype == at::kHalf ? bits == 8 || bits == 10 : bits == 5 || bits == 8, activation.name, ": no kernel has codes of ", bits,
+      " bits in ", dtype);
   const Patterns numbers = number(variants, derivatives(activation, x), 1 << bits);
   if (numbers.empty()) {
     return nullptr;
@@ -266,7 +266,7 @@ std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dty
   for (int y = 1; y < kPatterns; ++y) {
     first[y] = first[y - 1] + size[y - 1];
   }
-  Patterns inputs(first.back() + size.back());
+  Patterns inputs(first.back() + (1 << bits));  // no code reads past it, whoever made that
   for (const uint16_t nan : to_vector<uint16_t>(x.masked_select(x.isnan()))) {
     first[nan] = first[kNaN];
   }
@@ -330,6 +330,10 @@ bool is_capturing(at::Device device) {
   return false;
 }
 
+// Held while tables are made. A process that forks may leave the thread that holds it behind.
+std::mutex making;
+[[maybe_unused]] const int released_after_fork = pthread_atfork(nullptr, nullptr, [] { new (&making) std::mutex; });
+
 void synchronize(at::Device device) {
 #if defined(FASTACT_CUDA)
   if (device.is_cuda()) {
@@ -348,7 +352,7 @@ const Tables* tables_for(const Smooth& activation, const Tensor& self) {
     if (is_capturing(device) || !shows_all_variants(device)) {
       return nullptr;
     }
-    const std::lock_guard<std::mutex> lock(slot.mutex);
+    const std::lock_guard<std::mutex> lock(making);
     if (!slot.is_filled.load(std::memory_order_relaxed)) {
       const Unwatched guard;
       const c10::OptionalDeviceGuard on_device(device);

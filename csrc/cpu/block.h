@@ -99,7 +99,7 @@ FASTACT_F16C void convert_f16c(const float* x, c10::Half* to, int64_t n) {
   }
 }
 
-const bool has_f16c = __builtin_cpu_supports("avx2");  // which none has without the other; clang can't be asked for f16c itself
+const bool has_f16c = __builtin_cpu_supports("avx2");  // every CPU with AVX2 has it; clang can't be asked for f16c itself
 #else
 constexpr bool has_f16c = false;
 template <class From, class To>

@@ -91,7 +91,7 @@ __device__ Factors<factors> load(const Factors<factors>* from) {
 
 template <int bits, int factors>
 __device__ Factors<factors> find(const ByNumber<Factors<factors>>& table, uint16_t y, uint32_t number) {
-  if (bits <= 5 || number < kDirect) {
+  if ((1u << bits) <= kDirect || number < kDirect) {
     return load(table.direct + (number << 16 | y));
   }
   return load(table.list + __ldg(table.first + y) + number);
