@@ -124,6 +124,8 @@ class _Watch(TorchFunctionMode):
             if pytorchs is None or func._overloadname != "default" or not hasattr(torch.ops.aten, name):
                 return _packed(func, name, args, kwargs)  # PyTorch has no such function
             func, kwargs = pytorchs, kwargs | ({"inplace": True} if name.endswith("_") else {})
+        if _drops_in_place(func, kwargs):
+            self._note_overwritten(args[0] if args else kwargs["input"])
         if func not in self.names or "out" in kwargs:
             return func(*args, **kwargs)
         function = self.names[func]
@@ -138,6 +140,12 @@ class _Watch(TorchFunctionMode):
             self.outputs.append((self.calls[-1], output, output._version))
         return output
 
+    def _note_overwritten(self, input):
+        storage = StorageWeakRef(input.untyped_storage())
+        for call, output, _ in self.outputs:
+            if StorageWeakRef(output.untyped_storage()) == storage:
+                call.is_overwritten = True
+
     def _caller(self):
         """The module whose method calls: one that is called by its forward, past its hooks, too."""
         frame = sys._getframe()
@@ -147,6 +155,12 @@ class _Watch(TorchFunctionMode):
             if isinstance(first, nn.Module) and first in self.modules and _is_method(code, type(first)):
                 return first
         return next(iter(self.modules))  # the model itself, in a thread of its own
+
+
+def _drops_in_place(func, kwargs):
+    """Whether it is a dropout in place, which writes to its input in training, though not in eval mode or with p=0."""
+    name = getattr(func, "__name__", "")
+    return "dropout" in name and (name.endswith("_") or kwargs.get("inplace", False))
 
 
 def _is_method(code, kind):
@@ -161,6 +175,8 @@ def _bits(name, args, kwargs):
     arguments.apply_defaults()
     input, *parameters = (value for key, value in arguments.arguments.items() if key != "inplace" and value is not None)
     if not isinstance(input, FakeTensor) and type(input) not in (Tensor, nn.Parameter):
+        return None
+    if input.is_nested or input.layout is not torch.strided:
         return None
     op = getattr(torch.ops.fastact, _C.family[name].packed_op)
     try:
@@ -376,7 +392,7 @@ class Survey:
             for call, tensor, version in watch.outputs:
                 storage = tensor.untyped_storage()
                 call.saves_output = True
-                call.is_overwritten = tensor._version != version
+                call.is_overwritten |= tensor._version != version
                 saved.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
         del output  # until here it holds all that was counted
         self.storages = list(saved.values())

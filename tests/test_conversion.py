@@ -357,6 +357,22 @@ def test_a_smooth_activation_that_does_not_pay(function, reason):
     step(model, x)
 
 
+@pytest.mark.parametrize(
+    "drop",
+    [
+        nn.Dropout(0.5, inplace=True),
+        nn.Dropout1d(0.5, inplace=True),
+        nn.Sequential(nn.Flatten(), nn.Dropout(0.5, inplace=True), nn.Unflatten(1, (7, 96))),
+    ],
+    ids=["Dropout", "Dropout1d", "of a view"],
+)
+def test_a_dropout_in_place_writes_in_training(drop):
+    """Though not in eval mode, in which the model is converted."""
+    model, x = Mlp(nn.Sequential(nn.SiLU(), drop)).eval(), tokens()
+    activations_cuda.convert(model, example_inputs=(x,))
+    step(model.train(), x)
+
+
 class ByMethod(Calls):
     def act(self, x):
         return x.relu() + 1
@@ -683,6 +699,18 @@ def test_calls_that_pay_together_are_converted_together():
     report = activations_cuda.memory_report(model, x)
     assert [d.converted for d in report.decisions] == [True, True]
     assert measure(activations_cuda.convert(model, example_inputs=x), x) == report.after < report.before
+
+
+class OfNested(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).to_padded_tensor(0.0)
+
+
+def test_nested_tensors_are_left_to_pytorch():
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)])
+    model = activations_cuda.convert(OfNested(nn.Linear(8, 8), nn.ReLU()), example_inputs=(x,))
+    assert not activations_cuda.converted(model)
+    step(model, x)
 
 
 def test_what_it_depends_on():
