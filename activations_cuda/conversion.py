@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from activations_cuda import _C
-from activations_cuda.replacements import FUNCTIONS, OURS, functions, is_replaced, original_of, replace, restore
+from activations_cuda.replacements import FUNCTIONS, OURS, functions, is_replaced, original_of, replace, restore, set_class
 from activations_cuda.survey import Survey, log, summary
 
 __all__ = ["ConvertMode", "convert", "converted", "revert"]
@@ -103,7 +103,7 @@ def convert(
             and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))
         ]
         for module in found:
-            module.__class__ = OURS[type(module)]
+            set_class(module, OURS[type(module)])
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
         lines = [_counted(map(type, found)) or f"{others or 'no activation of the family'}, left alone"]
     for line in lines:

@@ -10,6 +10,7 @@ import copyreg
 import dis
 import functools
 import types
+from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -109,11 +110,16 @@ def is_replaced(module: nn.Module) -> bool:
     return original_of(type(module)) is not type(module)
 
 
+def set_class(module: nn.Module, kind: type) -> None:
+    """Past a `__setattr__` of the module's own, which may forbid it."""
+    object.__setattr__(module, "__class__", kind)
+
+
 def restore(module: nn.Module) -> None:
     """Make a module what it was before `replace`."""
     if is_replaced(module):
         _restore_functions(vars(module))
-        module.__class__ = original_of(type(module))
+        set_class(module, original_of(type(module)))
 
 
 def replace(module: nn.Module, names: Iterable[str]) -> bool:
@@ -122,11 +128,11 @@ def replace(module: nn.Module, names: Iterable[str]) -> bool:
     names, original = frozenset(names), cast(Any, type(module))
     if original in OURS:
         if FUNCTIONS[original] in names:
-            module.__class__ = OURS[original]
+            set_class(module, OURS[original])
     elif names and not isinstance(module, GraphModule):  # whose class is made from its graph
         rebind = _Rebinding(names)
         if _copies(original, names) or any(rebind(value) is not value for value in vars(module).values()):
-            module.__class__ = _class_that_calls_ours(original, names)
+            set_class(module, _class_that_calls_ours(original, names))
             _replace_functions(module, rebind)
     return is_replaced(module)
 
@@ -172,10 +178,13 @@ def _class_that_calls_ours(original, names):
             "_fastact_names": names,
             "_fastact_copies": copies,
             "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
         }
-        kind = _metaclass(type(original))(original.__name__, (CallsOurs, original), facts)
-        kind.__qualname__ = original.__qualname__
+        meta = _metaclass(type(original))
+        # Past a metaclass of the user's, which may check or register the classes that it makes; ABCMeta's state is each class's.
+        new = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
+        kind = new(meta, original.__name__, (CallsOurs, original), facts)
         _known_classes[original, names] = kind
     return kind
 

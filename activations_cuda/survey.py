@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from activations_cuda import _C, functional
-from activations_cuda.replacements import FUNCTIONS, functions, original_of, replace
+from activations_cuda.replacements import FUNCTIONS, functions, original_of, replace, set_class
 
 log = logging.getLogger("activations_cuda")
 
@@ -244,7 +244,8 @@ def _unchanged(model):
         yield
     finally:
         for module, kind in classes.items():
-            module.__class__ = kind
+            if type(module) is not kind:
+                set_class(module, kind)
         for values, old in zip(held, before, strict=True):
             if not _is_same(values, old):  # or another thread could find an empty one
                 values.clear()

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from abc import ABC
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -435,6 +436,50 @@ def test_attributes_and_hooks_of_a_class_stay_its_own():
         assert_same_step(other, model, x)
         assert activations_cuda.revert(other).function is helper
     assert vars(converted).keys() == vars(model).keys()
+
+
+class Frozen(ByFunctional):
+    """No attribute may be assigned any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_frozen = True
+
+    def __setattr__(self, name, value):
+        assert "is_frozen" not in vars(self), f"frozen: {name}"
+        super().__setattr__(name, value)
+
+
+class Strict(type):
+    """Knows the classes that it makes."""
+
+    made: ClassVar = []
+
+    def __new__(cls, name, bases, members, *, tag):
+        return super().__new__(cls, name, bases, members)
+
+    def __init__(cls, name, bases, members, *, tag):
+        super().__init__(name, bases, members)
+        cls.made.append(tag)
+
+
+class OfStrict(ByFunctional, metaclass=Strict, tag="mine"):
+    pass
+
+
+class Abstract(ByFunctional, ABC):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Frozen, OfStrict, Abstract])
+def test_modules_that_guard_their_class(kind):
+    model, x = kind(), torch.randn(IMAGES)
+    converted = activations_cuda.convert(copy.deepcopy(model), example_inputs=(x,))
+    assert activations_cuda.converted(converted) == {kind.__name__: 1}
+    assert not isinstance(model, type(converted))
+    assert_same_step(pickle.loads(pickle.dumps(converted)), model, x)
+    assert type(activations_cuda.revert(converted)) is kind
+    assert Strict.made == ["mine"]
 
 
 def test_what_is_assigned_after_conversion_stays():
