@@ -122,19 +122,30 @@ def restore(module: nn.Module) -> None:
         set_class(module, original_of(type(module)))
 
 
+def reaches(module: nn.Module, names: frozenset[str]) -> bool:
+    """Whether what a module calls by itself, replaced or not, leads to PyTorch's functions of these names."""
+    original = original_of(type(module))
+    if original in OURS:
+        return FUNCTIONS[original] in names
+    if not names or isinstance(module, GraphModule):  # whose class is made from its graph
+        return False
+    rebind = _Rebinding(names)
+    values = [*vars(module).values(), *(old for old, _ in vars(module).get(HELD, {}).values())]
+    return bool(_copies(original, names)) or any(rebind(value) is not value for value in values)
+
+
 def replace(module: nn.Module, names: Iterable[str]) -> bool:
     """Make a module call this package's functions of these names, and PyTorch's for all others. Return whether it calls any."""
     restore(module)
     names, original = frozenset(names), cast(Any, type(module))
+    if not reaches(module, names):
+        return False
     if original in OURS:
-        if FUNCTIONS[original] in names:
-            set_class(module, OURS[original])
-    elif names and not isinstance(module, GraphModule):  # whose class is made from its graph
-        rebind = _Rebinding(names)
-        if _copies(original, names) or any(rebind(value) is not value for value in vars(module).values()):
-            set_class(module, _class_that_calls_ours(original, names))
-            _replace_functions(module, rebind)
-    return is_replaced(module)
+        set_class(module, OURS[original])
+    else:
+        set_class(module, _class_that_calls_ours(original, names))
+        _replace_functions(module, _Rebinding(names))
+    return True
 
 
 def _members(original):

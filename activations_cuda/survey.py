@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from activations_cuda import _C, functional
-from activations_cuda.replacements import FUNCTIONS, functions, original_of, replace, set_class
+from activations_cuda.replacements import FUNCTIONS, functions, original_of, reaches, replace, set_class
 
 log = logging.getLogger("activations_cuda")
 
@@ -109,6 +109,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, modules):
         super().__init__()
         self.modules = modules
+        self.reaches = cache(reaches)
         self.outputs = []
         self.names = {}
         for name in FUNCTIONS.values():
@@ -129,7 +130,7 @@ class _Watch(TorchFunctionMode):
         if func not in self.names or "out" in kwargs:
             return func(*args, **kwargs)
         function = self.names[func]
-        self.call = _Call(self._caller(), function, _bits(function, args, kwargs), is_ours=bool(name))
+        self.call = _Call(self._caller(function, bool(name)), function, _bits(function, args, kwargs), is_ours=bool(name))
         self.calls.append(self.call)
         try:
             with torch._C.DisableTorchFunction():  # an outer ConvertMode would turn it back into ours
@@ -146,15 +147,20 @@ class _Watch(TorchFunctionMode):
             if StorageWeakRef(output.untyped_storage()) == storage:
                 call.is_overwritten = True
 
-    def _caller(self):
-        """The module whose method calls: one that is called by its forward, past its hooks, too."""
-        frame = sys._getframe()
+    def _caller(self, function, is_ours):
+        """The module whose method calls: one that is called by its forward, past its hooks, too.
+
+        A function of ours may have come to it from a module further out, whose conversion decides: that one counts.
+        """
+        frame, callers = sys._getframe(), []
         while frame := frame.f_back:
             code = frame.f_code
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if isinstance(first, nn.Module) and first in self.modules and _is_method(code, type(first)):
-                return first
-        return next(iter(self.modules))  # the model itself, in a thread of its own
+                if not is_ours or self.reaches(first, frozenset([function])):
+                    return first
+                callers.append(first)
+        return next(iter([*callers, *self.modules]))  # the model itself, in a thread of its own
 
 
 def _drops_in_place(func, kwargs):

@@ -981,6 +981,43 @@ def test_says_what_it_did(monkeypatch):
     assert messages == ["convert: no activation of the family"]
 
 
+class Borrows(nn.Module):
+    """Calls a function of whoever calls it."""
+
+    def __init__(self, pays):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.pays = pays
+
+    def forward(self, x, act):
+        for layer in self.layers:
+            x = layer(act(x) + 1 if self.pays else act(x))
+        return F.hardtanh(x)
+
+
+class Lends(nn.Module):
+    def __init__(self, pays, pays_itself):
+        super().__init__()
+        self.linear, self.act, self.borrows = nn.Linear(64, 64), F.relu, Borrows(pays)
+        self.pays_itself = pays_itself
+
+    def forward(self, x):
+        y = self.act(self.linear(x))
+        y = y + 1 if self.pays_itself else self.linear(y)
+        return y.sum() + self.borrows(self.linear(x), self.act).mean()
+
+
+@pytest.mark.parametrize("pays", [False, True])
+@pytest.mark.parametrize("pays_itself", [False, True])
+def test_a_function_that_is_lent_counts_with_its_owner(pays, pays_itself):
+    expected = {("", "relu"): pays or pays_itself, ("borrows", "hardtanh"): True}
+    model, x = Lends(pays, pays_itself), torch.randn(512, 64)
+    report = activations_cuda.memory_report(model, x)
+    assert measure(model, x) == report.before
+    assert {(d.module, d.function): d.converted for d in report.decisions} == expected
+    assert measure(activations_cuda.convert(model, example_inputs=x), x) == report.after < report.before
+
+
 def test_ours_called_by_name_stay():
     """They are the model's own choice: before is what PyTorch's would save, after what they do."""
 
