@@ -9,12 +9,14 @@ import gc
 import logging
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature, unwrap
+from itertools import chain
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -208,54 +210,82 @@ def _unwrapped(model):
     return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
 
 
-def _containers(model):
-    """The dicts and lists that a forward pass may leave something in.
+@dataclass(eq=False)
+class _Container:
+    """A dict, list, set or deque and what is in it."""
 
-    They are the attributes of the model's modules, of these modules' classes, and of plain objects that are an attribute, and
-    the dicts and lists among them and in each other.
-    """
-    found: dict[int, Any] = {}
+    values: Any
+    kind: Any  # whose methods are called, not those of a subclass, which may do more
 
-    def add(values):
-        if type(values) in (dict, OrderedDict, defaultdict, list) and id(values) not in found:
-            found[id(values)] = values
-            for value in values.values() if isinstance(values, dict) else values:
-                add(value)
+    def __post_init__(self):
+        self.before = self.contents()
 
-    for module in model.modules():
-        add(vars(module))
-        for value in vars(module).values():
-            if not isinstance(value, (nn.Module, Tensor, ModuleType)):
-                add(getattr(value, "__dict__", None))
-    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
-        if not (kind.__module__ or "").startswith("torch."):
-            for value in vars(kind).values():
-                add(value)
-    return list(found.values())
+    def contents(self):
+        """Keys and values in turn, if it is a dict."""
+        if issubclass(self.kind, dict):
+            return list(chain.from_iterable(self.kind.items(self.values)))
+        return list(self.kind.__iter__(self.values))
+
+    def fill(self, contents):
+        now = self.contents()
+        if len(now) == len(contents) and all(map(is_, now, contents)):
+            return  # or another thread could find an empty one
+        self.kind.clear(self.values)
+        if issubclass(self.kind, dict):
+            for key, value in zip(contents[::2], contents[1::2], strict=True):
+                self.kind.__setitem__(self.values, key, value)
+        elif issubclass(self.kind, set):
+            self.kind.update(self.values, contents)
+        else:
+            self.kind.extend(self.values, contents)
 
 
-def _is_same(values, old):
-    if isinstance(values, dict):
-        return values.keys() == old.keys() and all(values[key] is value for key, value in old.items())
-    return len(values) == len(old) and all(value is each for value, each in zip(values, old, strict=True))
+# Whose objects are not looked into: nothing of the model's is among their attributes, or other threads change them meanwhile.
+OPAQUE = "asyncio", "builtins", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch"
+
+
+def _containers(*roots):
+    """The containers among these values, among the attributes of plain objects there, and in each other."""
+    seen: dict[int, Any] = {}
+    found = []
+    left = list(roots)
+    while left:
+        value = left.pop()
+        kind = type(value)
+        if id(value) in seen or issubclass(kind, (Tensor, type, ModuleType)):
+            continue
+        seen[id(value)] = value
+        base = next((base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base)), None)
+        if base:
+            found.append(_Container(value, base))
+            left += found[-1].before
+        elif issubclass(kind, tuple):
+            left += value
+        if str(kind.__module__).partition(".")[0] not in OPAQUE and type(getattr(value, "__dict__", None)) is dict:
+            left.append(vars(value))
+    return found
+
+
+def _attributes(model):
+    """The attributes of a model's modules and of their classes."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    of_kinds = (vars(kind).values() for kind in kinds if not (kind.__module__ or "").startswith("torch."))
+    return [*map(vars, model.modules()), *chain.from_iterable(of_kinds)]
 
 
 @contextmanager
-def _unchanged(model):
+def _unchanged(model, inputs):
     """Restores the classes of the model's modules and what a forward pass may leave fake tensors in."""
     classes = {module: type(module) for module in model.modules()}
-    held = _containers(model)
-    before = [values.copy() for values in held]
+    held = _containers(inputs, *_attributes(model))
     try:
         yield
     finally:
         for module, kind in classes.items():
             if type(module) is not kind:
                 set_class(module, kind)
-        for values, old in zip(held, before, strict=True):
-            if not _is_same(values, old):  # or another thread could find an empty one
-                values.clear()
-                values.update(old) if isinstance(values, dict) else values.extend(old)
+        for each in held:
+            each.fill(each.before)
 
 
 def _hold_fakes(values, depth=4):
@@ -336,7 +366,7 @@ class Survey:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]) -> None:
         model = _unwrapped(model)
         self.names = {module: name for name, module in model.named_modules()}
-        with _unchanged(model):
+        with _unchanged(model, (args, kwargs)):
             self.candidates = {module for module in self.names if replace(module, names)}
             self._run(model, args, kwargs)
         self.considered = names
@@ -347,7 +377,7 @@ class Survey:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         try:
             with (
-                _unchanged(model),
+                _unchanged(model, (args, kwargs)),
                 _no_fake_cached(),
                 torch.inference_mode(False),
                 FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
@@ -374,8 +404,12 @@ class Survey:
                     "inputs with values, got some on the meta device"
                 ) from error
             with torch.inference_mode(False):
+                copy = cache(_copy)
                 copies = {name: _copy(tensor) for name, tensor in state.items()}
-                self._watch(model, copies, *tree_map_only(Tensor, cache(_copy), (args, kwargs)))
+                inputs = tree_map_only(Tensor, copy, (args, kwargs))
+                for each in _containers(inputs):  # in objects that are inputs
+                    each.fill([copy(value) if isinstance(value, Tensor) else value for value in each.before])
+                self._watch(model, copies, *inputs)
 
     def _watch(self, model, state, args, kwargs):
         """Runs the forward pass and records who saves what."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from abc import ABC
+from collections import Counter, OrderedDict, deque
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -887,6 +888,68 @@ def test_nothing_fake_is_left_behind():
     assert model.lists == {"x": []}
     assert not model.of_all
     assert activations_cuda.converted(model) == {"Leaves": 1}
+
+
+class Store(list):
+    """With a method that does more than a list's, and an attribute."""
+
+    def extend(self, values):
+        raise AssertionError(f"more of them: {values}")
+
+
+class State:
+    """As transformers' DynamicCache, or torch_geometric's Batch."""
+
+    def __init__(self, x):
+        self.x = x
+        self.inner = SimpleNamespace(last=None)
+        self.ordered = OrderedDict(first=1, second=2)
+        self.counts = Counter(calls=0)
+        self.recent, self.seen, self.pair = deque([1, 2], maxlen=2), {0}, ([],)
+        self.store = Store()
+        self.myself = self
+
+    def contents(self):
+        containers = self.ordered, self.counts, self.recent, self.seen, self.pair[0], self.store
+        return vars(self).copy(), vars(self.store).copy(), self.inner.last, *map(list, containers), dict(self.counts)
+
+
+class Keeps(Calls):
+    """Leaves what it computes in its input, and in an object in a list of its own."""
+
+    def __init__(self, depends_on_values):
+        super().__init__()
+        self.states = [State(None)]
+        self.depends_on_values = depends_on_values
+
+    def forward(self, state):
+        if self.depends_on_values:
+            assert state.x.sum() < 1e9
+            state.x.mul_(2)
+        y = super().forward(state.x)
+        for each in (state, *self.states):
+            each.x = each.y = each.inner.last = each.store.last = y
+            each.ordered.move_to_end("first")
+            each.counts["calls"] += 1
+            each.recent.append(each.x)
+            each.seen.add(each.x)
+            each.pair[0].append(each.x)
+            each.store.append(each.x)
+        return y
+
+    def act(self, x):
+        return F.relu6(x)
+
+
+@pytest.mark.parametrize("depends_on_values", [False, True])
+def test_nothing_is_left_in_objects(depends_on_values):
+    model, x = Keeps(depends_on_values), torch.randn(IMAGES)
+    state, values = State(x), x.clone()
+    before = [each.contents() for each in (state, *model.states)]
+    activations_cuda.convert(model, example_inputs=(state,))
+    assert activations_cuda.converted(model) == {"Keeps": 1}
+    assert [each.contents() for each in (state, *model.states)] == before
+    assert torch.equal(x, values)
 
 
 class OnItsResult(Calls):
