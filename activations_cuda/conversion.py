@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from activations_cuda import _C
-from activations_cuda.replacements import FUNCTIONS, OURS, functions, is_replaced, original_of, replace, restore, set_class
+from activations_cuda.replacements import FUNCTIONS, OURS, functions, is_replaced, original_of, patched, replace, restore, set_class
 from activations_cuda.survey import Survey, log, summary
 
 __all__ = ["ConvertMode", "convert", "converted", "revert"]
@@ -100,6 +100,7 @@ def convert(
             module
             for module in model.modules()
             if type(module) in (named or BY_DEFAULT)
+            and FUNCTIONS[type(module)] not in patched()
             and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))
         ]
         for module in found:

@@ -35,17 +35,40 @@ def function_of(kind: type) -> str:
 FUNCTIONS = {kind: function_of(kind) for kind in OURS}
 
 
+def _if_pytorchs(function):
+    """None in the place of somebody's patch."""
+    if isinstance(function, types.FunctionType) and function.__globals__["__name__"].startswith("torch."):
+        return function
+    return function if isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)) else None
+
+
+# As they are when this package is imported; somebody may patch them later.
+PYTORCHS_FUNCTIONS = {
+    (owner, attribute): _if_pytorchs(getattr(owner, attribute, None))
+    for name in functional.__all__
+    for attribute in (name, name + "_")
+    for owner in (nn.functional, torch, torch.Tensor)
+}
+
+
+def patched() -> set[str]:
+    """The names of those functions that aren't PyTorch's any more: what they compute is somebody's own."""
+    found = PYTORCHS_FUNCTIONS.items()
+    return {attribute.removesuffix("_") for (owner, attribute), own in found if getattr(owner, attribute, None) is not own}
+
+
 @cache
 def functions(names: frozenset[str]) -> dict[Callable[..., Any], Callable[..., Any]]:
     """What to call in the place of torch.relu, torch.Tensor.relu_, torch.nn.functional.leaky_relu_ and their like."""
     table: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for name in names:
-        ours = getattr(functional, name)
-        for owner in (nn.functional, torch, torch.Tensor):
-            if pytorchs := getattr(owner, name, None):
+    for (_, attribute), pytorchs in PYTORCHS_FUNCTIONS.items():
+        name = attribute.removesuffix("_")
+        if name in names and pytorchs:
+            ours = getattr(functional, name)
+            if name != attribute:
+                table[pytorchs] = partial(ours, inplace=True)
+            else:
                 table[pytorchs] = ours if isinstance(pytorchs, types.FunctionType) else _or_out(ours, pytorchs)
-            if in_place := getattr(owner, name + "_", None):
-                table[in_place] = partial(ours, inplace=True)
     return table
 
 
@@ -137,7 +160,7 @@ def reaches(module: nn.Module, names: frozenset[str]) -> bool:
 def replace(module: nn.Module, names: Iterable[str]) -> bool:
     """Make a module call this package's functions of these names, and PyTorch's for all others. Return whether it calls any."""
     restore(module)
-    names, original = frozenset(names), cast(Any, type(module))
+    names, original = frozenset(names) - patched(), cast(Any, type(module))
     if not reaches(module, names):
         return False
     if original in OURS:
@@ -233,7 +256,7 @@ def _namespaces(names):
     table = functions(names)
 
     def replaced(module):
-        return {name: table[value] for name, value in vars(module).items() if isinstance(value, Callable) and value in table}
+        return {name: table[own] for (owner, name), own in PYTORCHS_FUNCTIONS.items() if owner is module and own in table}
 
     in_functional, in_torch = replaced(nn.functional), replaced(torch)
     of_functional = _Namespace(nn.functional, in_functional)

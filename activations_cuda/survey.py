@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from activations_cuda import _C, functional
-from activations_cuda.replacements import FUNCTIONS, functions, original_of, reaches, replace, set_class
+from activations_cuda.replacements import FUNCTIONS, PYTORCHS_FUNCTIONS, functions, original_of, reaches, replace, set_class
 
 log = logging.getLogger("activations_cuda")
 
@@ -123,7 +123,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = _named(func)
         if name:
-            pytorchs = getattr(nn.functional, name.removesuffix("_"), None)
+            pytorchs = PYTORCHS_FUNCTIONS.get((nn.functional, name.removesuffix("_")))
             if pytorchs is None or func._overloadname != "default" or not hasattr(torch.ops.aten, name):
                 return _packed(func, name, args, kwargs)  # PyTorch has no such function
             func, kwargs = pytorchs, kwargs | ({"inplace": True} if name.endswith("_") else {})

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import activations_cuda
 from activations_cuda.conversion import log
 from activations_cuda.memory import saved_bytes
+from activations_cuda.replacements import _namespaces, functions
 from activations_cuda.survey import Survey
 from family import assert_same_values
 from test_memory import measure
@@ -497,6 +498,24 @@ def test_a_class_that_is_patched_is_read_again(monkeypatch):
     monkeypatch.setattr(ByFunctional, "act", lambda self, t: F.relu6(t) * 2)
     model = ByFunctional()
     assert_same_step(activations_cuda.convert(copy.deepcopy(model), example_inputs=(x,)), model, x)
+
+
+@pytest.mark.parametrize("make", [ByFunctional, Directly])
+@pytest.mark.parametrize("is_converted_before", [False, True])
+def test_a_function_that_is_patched_is_left_alone(make, is_converted_before, monkeypatch):
+    x, pytorchs = torch.randn(IMAGES), F.relu6
+    if is_converted_before:
+        activations_cuda.convert(make(), example_inputs=(x,))
+    with monkeypatch.context() as patch:
+        functions.cache_clear()  # as in a process that has converted nothing yet
+        _namespaces.cache_clear()
+        patch.setattr(F, "relu6", lambda t, inplace=False: 2 * pytorchs(t))
+        model = make()
+        for inputs in (x, None):
+            converted = activations_cuda.convert(copy.deepcopy(model), example_inputs=inputs)
+            assert not activations_cuda.converted(converted)
+            assert_same_step(converted, model, x)
+    assert activations_cuda.converted(activations_cuda.convert(make(), example_inputs=(x,)))
 
 
 def test_what_is_derived_from_a_converted_class_is_not_reverted():
