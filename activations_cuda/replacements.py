@@ -100,11 +100,24 @@ class CallsOurs(modules.Packed):
         if rest and isinstance(rest[0], dict):
             rest[0] = dict(rest[0])
             _restore_functions(rest[0])
-        return make, arguments, *rest
+        kind = type(self)
+        if original_of(kind) is kind:  # derived from one of ours
+            return make, arguments, *rest
+        # Without the class itself: cloudpickle would pickle one of `__main__` whole, with what it refers to.
+        own = (original_of(kind) if each is kind else each for each in (make, *arguments))
+        return _made, (original_of(kind), kind._fastact_names, *own), *rest
 
     def __setstate__(self, state):
         super().__setstate__(state)
         _replace_functions(self, _Rebinding(type(self)._fastact_names))
+
+
+def _made(original, names, make, *arguments):
+    """Makes a module of its own class, then one of ours of it."""
+    module = make(*arguments)
+    if type(module) is original:
+        set_class(module, _class_that_calls_ours(original, names))
+    return module
 
 
 HELD = "_fastact_functions"  # the attributes of a module that are functions: as they were, and as they are

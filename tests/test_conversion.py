@@ -598,6 +598,20 @@ def converted():
     return model
 
 
+class WithoutOurClasses(pickle.Pickler):
+    """As cloudpickle's, it is asked about each class first."""
+
+    def reducer_override(self, value):
+        assert not (isinstance(value, type) and hasattr(value, "_fastact_original"))
+        return NotImplemented
+
+
+def pickled_by_value(model):
+    buffer = io.BytesIO()
+    WithoutOurClasses(buffer).dump(model)
+    return pickle.loads(buffer.getvalue())
+
+
 def saved(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -607,8 +621,8 @@ def saved(model):
 
 @pytest.mark.parametrize(
     "duplicate",
-    [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved],
-    ids=["copy", "deep", "pickle", "save"],
+    [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), pickled_by_value, saved],
+    ids=["copy", "deep", "pickle", "by value", "save"],
 )
 def test_a_converted_module_is_a_module(duplicate, converted):
     model, x = duplicate(converted), torch.randn(IMAGES)
@@ -637,6 +651,21 @@ def test_a_converted_module_loads_elsewhere(converted, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "model.pt")]
     run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_converted_module_of_a_local_class_is_pickled_by_value():
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    class Local(ByFunctional):
+        def act(self, x):
+            return F.relu6(super().act(x) - 1)
+
+    model, x = Local(), torch.randn(IMAGES)
+    converted = activations_cuda.convert(copy.deepcopy(model), example_inputs=(x,))
+    loaded = cloudpickle.loads(cloudpickle.dumps(converted))
+    assert activations_cuda.converted(loaded) == {"Local": 1}
+    assert_same_step(loaded, model, x)
+    assert type(activations_cuda.revert(loaded)) is Local
 
 
 class Reduced(ByFunctional):
