@@ -184,13 +184,29 @@ def replace(module: nn.Module, names: Iterable[str]) -> bool:
     return True
 
 
+KNOWN = "_fastact_known"
+
+
+class _Known:
+    """What was found out about a class, for each set of names. It is kept in the class and freed with it."""
+
+    def __init__(self):
+        self.copies = {}
+        self.classes = {}
+
+    def __reduce__(self):
+        return _Known, ()  # cloudpickle pickles a class with all that is in it
+
+
+def _known(original):
+    if KNOWN not in vars(original):
+        type.__setattr__(original, KNOWN, _Known())  # past a metaclass of the user's
+    return vars(original)[KNOWN]
+
+
 def _members(original):
     kinds = original.__mro__[: original.__mro__.index(nn.Module)]
-    return {(kind, name): member for kind in kinds for name, member in vars(kind).items()}
-
-
-_known_copies: dict[Any, Any] = {}
-_known_classes: dict[Any, Any] = {}
+    return {(kind, name): member for kind in kinds for name, member in vars(kind).items() if name != KNOWN}
 
 
 def _copies(original, names):
@@ -199,7 +215,7 @@ def _copies(original, names):
     They are the same ones until a member of the class, or a global that its code looks up, is assigned anew.
     """
     members = _members(original)
-    before, found, result = _known_copies.get((original, names), ({}, [], None))
+    before, found, result = _known(original).copies.get(names, ({}, [], None))
     if (
         result is None
         or before.keys() != members.keys()
@@ -212,13 +228,13 @@ def _copies(original, names):
             if (copy := rebind(member)) is not member:
                 methods[kind][name] = copy if hasattr(member, "__get__") else staticmethod(copy)  # torch.relu binds no self
         result = {kind: type(kind.__name__, (), copies) for kind, copies in methods.items()}
-        _known_copies[original, names] = members, rebind.globals, result
+        _known(original).copies[names] = members, rebind.globals, result
     return result
 
 
 def _class_that_calls_ours(original, names):
     copies = _copies(original, names)
-    kind = _known_classes.get((original, names))
+    kind = _known(original).classes.get(names)
     if kind is None or vars(kind)["_fastact_copies"] is not copies:
         facts = {
             "_fastact_original": original,
@@ -232,7 +248,7 @@ def _class_that_calls_ours(original, names):
         # Past a metaclass of the user's, which may check or register the classes that it makes; ABCMeta's state is each class's.
         new = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
         kind = new(meta, original.__name__, (CallsOurs, original), facts)
-        _known_classes[original, names] = kind
+        _known(original).classes[names] = kind
     return kind
 
 

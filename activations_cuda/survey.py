@@ -241,7 +241,7 @@ class _Container:
 
 
 # Whose objects are not looked into: nothing of the model's is among their attributes, or other threads change them meanwhile.
-OPAQUE = "asyncio", "builtins", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch"
+OPAQUE = "activations_cuda", "asyncio", "builtins", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch"
 
 
 def _containers(*roots):

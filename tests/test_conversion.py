@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import weakref
 from abc import ABC
 from collections import Counter, OrderedDict, deque
 from functools import cache, lru_cache, partial
@@ -1023,6 +1024,22 @@ def test_what_was_computed_is_freed(kind, function):
     assert fake_tensors() <= before
     assert outputs
     assert all(output.expired() for output in outputs)
+
+
+def test_a_class_is_freed():
+    def convert_one_of_a_local_class():
+        held = torch.zeros(1)
+
+        class Local(ByHelper):
+            def act(self, x):
+                return F.relu6(super().act(x)) + held
+
+        activations_cuda.convert(Local(), example_inputs=torch.randn(IMAGES))
+        return weakref.ref(held)
+
+    held = convert_one_of_a_local_class()
+    gc.collect()
+    assert held() is None
 
 
 @lru_cache(maxsize=8)
