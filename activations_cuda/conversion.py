@@ -121,7 +121,7 @@ def _convert_what_pays(model, classes, args, kwargs):
     names = defaultdict(set)
     for module, function in survey.chosen:
         names[module].add(function)
-    return [module for module in survey.candidates if replace(module, names[module])], summary(survey.decisions())
+    return [module for module in survey.names if replace(module, names[module])], summary(survey.decisions())
 
 
 def revert(model: nn.Module) -> nn.Module:

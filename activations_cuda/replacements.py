@@ -212,7 +212,8 @@ def _members(original):
 def _copies(original, names):
     """For each class that `original` derives from, itself included, a class of copies of those methods that call ours.
 
-    They are the same ones until a member of the class, or a global that its code looks up, is assigned anew.
+    They are the same ones until a member of the class, or a global or a closure's variable that its code looks up, is assigned
+    anew.
     """
     members = _members(original)
     before, found, result = _known(original).copies.get(names, ({}, [], None))
@@ -220,7 +221,7 @@ def _copies(original, names):
         result is None
         or before.keys() != members.keys()
         or any(before[key] is not members[key] for key in members)
-        or any(_if_followed(scope.get(name)) is not value for scope, name, value in found)
+        or any(_if_followed(look_up()) is not value for look_up, value in found)
     ):
         rebind = _Rebinding(names)
         methods: defaultdict[type, dict[str, Any]] = defaultdict(dict)
@@ -228,7 +229,7 @@ def _copies(original, names):
             if (copy := rebind(member)) is not member:
                 methods[kind][name] = copy if hasattr(member, "__get__") else staticmethod(copy)  # torch.relu binds no self
         result = {kind: type(kind.__name__, (), copies) for kind, copies in methods.items()}
-        _known(original).copies[names] = members, rebind.globals, result
+        _known(original).copies[names] = members, rebind.looked_up, result
     return result
 
 
@@ -310,7 +311,7 @@ FOLLOWED = (
 
 
 def _if_followed(value):
-    """A global's value if `_Rebinding` follows it, else None: a tensor that is remembered would stay in memory."""
+    """A variable's value if `_Rebinding` follows it, else None: a tensor that is remembered would stay in memory."""
     return value if isinstance(value, (types.ModuleType, *FOLLOWED)) else None
 
 
@@ -324,7 +325,7 @@ class _Rebinding:
         forwards = {kind.forward: OURS[kind].forward for kind in kinds}
         self.replacements = {**functions(names), **forwards}
         self.namespaces = _namespaces(names)
-        self.globals = []  # that were looked up: the scope, the name, the value if it was followed
+        self.looked_up = []  # variables: how to look it up, and the value if it was followed
 
     def __call__(self, value):
         if not isinstance(value, FOLLOWED):
@@ -350,7 +351,7 @@ class _Rebinding:
         replaced = {}
         looked_up, attributes = _names_of(function.__code__)
         for name in looked_up - attributes:  # renaming a name of both would break the attribute
-            self.globals.append((scope, name, _if_followed(scope.get(name))))
+            self.looked_up.append((partial(scope.get, name), _if_followed(scope.get(name))))
             if name in scope and (new := self.in_scope(scope[name], attributes)) is not scope[name]:
                 replaced[name] = new
         closure = tuple(map(self.cell, function.__closure__ or ()))
@@ -378,11 +379,18 @@ class _Rebinding:
         return self(value)
 
     def cell(self, cell):
-        try:
-            new = self(cell.cell_contents)
-        except ValueError:  # nothing in it yet
-            return cell
-        return cell if new is cell.cell_contents else types.CellType(new)
+        value = _contents(cell)
+        self.looked_up.append((partial(_contents, cell), _if_followed(value)))
+        new = self(value)
+        return cell if new is value else types.CellType(new)
+
+
+def _contents(cell):
+    """None if there is nothing in it yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _same(values, others):

@@ -724,6 +724,22 @@ def test_a_global_that_is_assigned_anew_is_read_again(monkeypatch):
         assert_same_step(other, model, x)
 
 
+def test_a_closure_that_is_assigned_anew_is_read_again():
+    function, x = F.relu6, torch.randn(IMAGES)
+
+    class OfClosure(Calls):
+        def act(self, x):
+            return function(x)
+
+    converted = OfClosure()
+    for function in (F.relu6, F.hardtanh, torch.tanh):  # noqa: B007
+        model = OfClosure()
+        model.load_state_dict(converted.state_dict())
+        activations_cuda.convert(converted, example_inputs=(x,))
+        assert activations_cuda.converted(converted).total() == (function is not torch.tanh)
+        assert_same_step(converted, model, x)
+
+
 class Several(nn.Module):
     """Some of its calls pay and some don't, and one module is called twice."""
 
