@@ -10,7 +10,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from activations_cuda import _C
-from activations_cuda.replacements import FUNCTIONS, OURS, functions, is_replaced, original_of, patched, replace, restore, set_class
+from activations_cuda.replacements import (
+    FUNCTIONS,
+    OURS,
+    functions,
+    is_replaced,
+    original_of,
+    patched,
+    replace,
+    restore,
+    set_class,
+)
 from activations_cuda.survey import Survey, log, summary
 
 __all__ = ["ConvertMode", "convert", "converted", "revert"]

@@ -246,7 +246,7 @@ def _class_that_calls_ours(original, names):
             "__doc__": original.__doc__,
         }
         meta = _metaclass(type(original))
-        # Past a metaclass of the user's, which may check or register the classes that it makes; ABCMeta's state is each class's.
+        # Past a user's metaclass, which may check or register the classes that it makes. ABCMeta keeps state for each class.
         new = ABCMeta.__new__ if issubclass(meta, ABCMeta) else type.__new__
         kind = new(meta, original.__name__, (CallsOurs, original), facts)
         _known(original).classes[names] = kind

@@ -732,7 +732,7 @@ def test_a_closure_that_is_assigned_anew_is_read_again():
             return function(x)
 
     converted = OfClosure()
-    for function in (F.relu6, F.hardtanh, torch.tanh):  # noqa: B007
+    for function in (F.relu6, F.hardtanh, torch.tanh):
         model = OfClosure()
         model.load_state_dict(converted.state_dict())
         activations_cuda.convert(converted, example_inputs=(x,))
