@@ -240,8 +240,18 @@ class _Container:
             self.kind.extend(self.values, contents)
 
 
-# Whose objects are not looked into: nothing of the model's is among their attributes, or other threads change them meanwhile.
-OPAQUE = "activations_cuda", "asyncio", "builtins", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch"
+# Objects of these modules are not looked into: nothing of the model is in them, or other threads change them meanwhile.
+OPAQUE = (
+    "activations_cuda.",
+    "asyncio.",
+    "concurrent.",
+    "logging.",
+    "multiprocessing.",
+    "queue.",
+    "threading.",
+    "torch._",
+    "torch.distributed.",
+)
 
 
 def _containers(*roots):
@@ -261,7 +271,7 @@ def _containers(*roots):
             left += found[-1].before
         elif issubclass(kind, tuple):
             left += value
-        if str(kind.__module__).partition(".")[0] not in OPAQUE and type(getattr(value, "__dict__", None)) is dict:
+        if not f"{kind.__module__}.".startswith(OPAQUE) and type(getattr(value, "__dict__", None)) is dict:
             left.append(vars(value))
     return found
 

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import MultivariateNormal
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import hardtanh
 from torch.utils.checkpoint import checkpoint
@@ -937,8 +938,10 @@ class Leaves(Calls):
         super().__init__()
         self.helper = SimpleNamespace(scale=None)
         self.lists = {"x": []}
+        self.normal = MultivariateNormal(torch.zeros(2), precision_matrix=torch.eye(2))
 
     def act(self, x):
+        assert self.normal.covariance_matrix.shape == (2, 2)  # it keeps it
         self.last = self.helper.scale = self.helper.shift = self.of_all["x"] = x
         self.norm.cache = {"x": x}
         self.lists["x"].append(x)
@@ -951,6 +954,7 @@ def test_nothing_fake_is_left_behind():
     assert not hasattr(model.norm, "cache")
     assert vars(model.helper) == {"scale": None}
     assert model.lists == {"x": []}
+    assert "covariance_matrix" not in vars(model.normal)
     assert not model.of_all
     assert activations_cuda.converted(model) == {"Leaves": 1}
 
