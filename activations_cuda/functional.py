@@ -1,16 +1,15 @@
 """The functional forms, named and ordered as in :mod:`torch.nn.functional`.
 
-Each returns PyTorch's own numbers to the bit on a plain CPU or CUDA tensor of dtype float64, float32, float16 or bfloat16, and
-saves one bit per element for the backward pass. Under torch.compile each is a handful of ATen ops that fuse with their
-neighbours, and a value's last bit may differ. Any other dtype gets what PyTorch's op does with it.
+On a plain CPU or CUDA tensor each returns PyTorch's result to the bit. The piecewise-linear ones do so in float64, float32,
+float16 and bfloat16 and save one bit per element for backward, in place too. ``gelu``, ``hardswish``, ``mish`` and ``silu``
+do so in bfloat16 and float16 and save their output, which the next layer usually saves too, and a few bits per element. For
+any other dtype PyTorch's op is called. Under torch.compile each is a handful of ATen ops that fuse with their neighbours, and
+a value's last bit may differ.
 
-In bfloat16 and float16 ``gelu``, ``hardswish``, ``mish`` and ``silu`` save their output, which the next layer usually saves
-too, and a code of a few bits per element. Any other dtype gets PyTorch's op.
-
-Common to all: the input is a tensor of any shape and strides. With ``inplace=True`` it is written to and returned; one bit per
-element is saved, and no clone of the input. Otherwise a new tensor of its shape, dtype and device is returned, with the strides
-that PyTorch's op gives it. A bool or complex input raises NotImplementedError, and so do integers where PyTorch has no rule for
-them. An in-place form raises RuntimeError where autograd or overlapping memory forbid it, as PyTorch's do.
+Common to all: the input is a tensor of any shape and strides. With ``inplace=True`` it is written to and returned, and no clone
+of it is saved. Otherwise a new tensor of its shape, dtype and device is returned, with the strides that PyTorch's op gives it.
+The piecewise-linear ones raise NotImplementedError for a bool or complex input, and for integers where PyTorch has no rule
+for them. An in-place form raises RuntimeError where autograd or overlapping memory forbid it, as PyTorch's do.
 """
 
 import torch
@@ -86,7 +85,8 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
 
     Args:
         input: a floating-point tensor of any shape.
-        negative_slope: the slope of the negative part. Where it is 0, no gradient passes there, an infinite one neither.
+        negative_slope: the slope of the negative part. If it is 0, the gradient there is 0, even where the incoming one is
+            infinite.
         inplace: write to the input.
 
     Returns:
@@ -162,7 +162,7 @@ def hardshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tens
 
     Args:
         input: a floating-point tensor of any shape.
-        lambd: what is small; the input's dtype rounds it. Negative, it leaves all as it is.
+        lambd: the threshold on ``|x|``, rounded to the input's dtype. If negative, the input is returned unchanged.
         inplace: write to the input.
 
     Returns:
@@ -203,8 +203,8 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
 
     Args:
         input: a tensor of real numbers, of any shape.
-        threshold: what must be exceeded.
-        value: what stands there instead.
+        threshold: the threshold.
+        value: what replaces the elements that don't exceed it.
         inplace: write to the input.
 
     Returns:

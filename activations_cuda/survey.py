@@ -522,12 +522,12 @@ class Survey:
             return (
                 "called where it can't be replaced"
                 if not any(call.is_ours for call in calls)
-                else "arguments of PyTorch's op alone"
+                else "only PyTorch's op takes these arguments"
             )
         if any(call.is_overwritten for call in calls):
             return "its output is written to in place"
         if any(call.saves_output for call in calls):
-            return "another layer saves its input, or none its output"
+            return "another layer saves its input, or no other layer saves its output"
         return "another layer saves the same tensor"
 
 

@@ -343,11 +343,11 @@ def test_a_smooth_activation_whose_output_is_saved(function):
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (lambda t: F.gelu(t) + 1, "another layer saves its input, or none its output"),
-        (swiglu, "another layer saves its input, or none its output"),
+        (lambda t: F.gelu(t) + 1, "another layer saves its input, or no other layer saves its output"),
+        (swiglu, "another layer saves its input, or no other layer saves its output"),
         (lambda t: F.silu(t).mul_(2), "its output is written to in place"),
         (lambda t: F.dropout(F.mish(t), 0.1, inplace=True), "its output is written to in place"),
-        (lambda t: F.hardswish(t.float()).bfloat16(), "arguments of PyTorch's op alone"),
+        (lambda t: F.hardswish(t.float()).bfloat16(), "only PyTorch's op takes these arguments"),
     ],
     ids=["added", "gated", "scaled", "dropped", "float32"],
 )

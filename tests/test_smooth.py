@@ -596,7 +596,7 @@ def test_a_pytorch_that_computes_otherwise(row, formula):
         compiled = torch.compile(lambda w: row(w @ w) @ w, fullgraph=True, options=inductor.options())
         compiled(w).sum().backward()  # what is packed would raise
     """)
-    expected = f"activations_cuda 0.1.0: the gradient of torch {torch.__version__.split('+')[0]}"
+    expected = f"activations_cuda {activations_cuda.__version__}: the gradient of torch {torch.__version__.split('+')[0]}"
     assert result.stderr.count(expected) == 1, result.stderr
 
 
