@@ -106,11 +106,12 @@ def convert(
     if example_inputs is not None:
         found, lines = _convert_what_pays(model, OURS if named is None else named, *as_arguments(example_inputs))
     else:
+        theirs = patched()
         found = [
             module
             for module in model.modules()
             if type(module) in (named or BY_DEFAULT)
-            and FUNCTIONS[type(module)] not in patched()
+            and FUNCTIONS[type(module)] not in theirs
             and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))
         ]
         for module in found:

@@ -1,7 +1,6 @@
 """Trains models in parallel on two GPUs for a few steps, as they come and converted: step time and peak memory of both.
 
-Writes benchmarks/results/<device>-x2-distributed.json. Exits with 1 where a loss or
-a weight differs.
+Writes benchmarks/results/<device>-x2-distributed.json. Exits with 1 where a loss or a weight differs.
 """
 
 import copy

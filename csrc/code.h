@@ -66,6 +66,14 @@ class Numbers {
   High high_ = 0;
 };
 
+// The numbers of bits that a code may have in a dtype: for no others are there kernels.
+struct CodeBits {
+  int fewer, more;
+};
+constexpr CodeBits code_bits(bool is_half) {
+  return is_half ? CodeBits{8, 10} : CodeBits{5, 8};
+}
+
 // Calls function(std::integral_constant) with the number of bits as a template argument.
 template <class Function>
 auto with_bits(int bits, const Function& function) {

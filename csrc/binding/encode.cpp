@@ -25,7 +25,7 @@ const uint16_t* patterns(const Tensor& tensor) {
 }
 
 uint16_t* mutable_patterns(const Tensor& tensor) {
-  return static_cast<uint16_t*>(mutable_data(tensor));
+  return static_cast<uint16_t*>(tensor.data_ptr());
 }
 
 Tensor empty_code(const Tensor& like, int bits) {

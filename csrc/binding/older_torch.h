@@ -39,10 +39,6 @@ inline const void* const_data(const at::Tensor& tensor) {
 #endif
 }
 
-inline void* mutable_data(const at::Tensor& tensor) {
-  return tensor.data_ptr();
-}
-
 // Since 2.3 there are nested tensors that are a subclass of strided ones.
 inline bool is_jagged(const at::Tensor& tensor) {
 #if FASTACT_TORCH_VERSION >= 203

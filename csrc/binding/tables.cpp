@@ -27,6 +27,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../code.h"
 #include "../lookup.h"
 #include "arguments.h"
 #include "encode.h"
@@ -249,9 +250,9 @@ std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dty
     variants.push_back(with_one_nan(activation.forward(layout(x))));
   }
   const int bits = activation.of(dtype).bits;
+  const CodeBits of_dtype = code_bits(dtype == at::kHalf);
   TORCH_INTERNAL_ASSERT(
-      dtype == at::kHalf ? bits == 8 || bits == 10 : bits == 5 || bits == 8, activation.name, ": no kernel has codes of ", bits,
-      " bits in ", dtype);
+      bits == of_dtype.fewer || bits == of_dtype.more, activation.name, ": no kernel has codes of ", bits, " bits in ", dtype);
   const Patterns numbers = number(variants, derivatives(activation, x), 1 << bits);
   if (numbers.empty()) {
     return nullptr;

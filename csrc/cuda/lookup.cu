@@ -211,9 +211,8 @@ namespace {
 // in bfloat16, is the one for which ptxas would spill registers on sm_90.)
 template <class scalar_t, class Launch>
 void with_bits_of(int bits, const Launch& launch) {
-  constexpr bool is_half = std::is_same_v<scalar_t, c10::Half>;
-  constexpr int fewer = is_half ? 8 : 5, more = is_half ? 10 : 8;
-  bits == fewer ? launch(Constant<fewer>()) : launch(Constant<more>());
+  constexpr CodeBits of_dtype = code_bits(std::is_same_v<scalar_t, c10::Half>);
+  bits == of_dtype.fewer ? launch(Constant<of_dtype.fewer>()) : launch(Constant<of_dtype.more>());
 }
 
 // Calls launch(slopes) with the table of as many factors as an input has.
