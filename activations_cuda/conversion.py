@@ -1,24 +1,29 @@
 """Puts the family in the place of PyTorch's own activations: in a model's modules, or in the functions that it calls."""
 
-from collections import Counter, defaultdict
+import gc
+import logging
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+import torch
+from torch import nn
 
 from activations_cuda import _C
 from activations_cuda.replacements import (
     FUNCTIONS,
     OURS,
-    functions,
-    is_replaced,
+    FunctionMode,
+    calls_its_class,
+    class_for,
+    is_converted,
+    is_patched,
     original_of,
-    patched,
-    replace,
-    restore,
     set_class,
 )
 from activations_cuda.survey import Survey, log, summary
@@ -38,7 +43,7 @@ def _pays_by_default(function, inplace):
 
 
 def _check_classes(name, classes):
-    classes = tuple(classes)
+    classes = (classes,) if isinstance(classes, type) else tuple(classes)
     for kind in classes:
         if kind not in OURS:
             among = ", ".join(sorted(kind.__name__ for kind in OURS))
@@ -49,18 +54,32 @@ def _check_classes(name, classes):
 def check_model(name: str, model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"{name}: expected a torch.nn.Module of Python code, got one of TorchScript: call it before torch.jit")
 
 
-def as_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments of a forward pass."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    kind = type(example_inputs).__name__
-    raise TypeError(f"convert: expected example_inputs to be a tuple of arguments, a dict or a tensor, got {kind}")
+def survey(
+    name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any, functions: Iterable[str]
+) -> Survey:
+    """Survey a model that is called with these arguments, or if there is one alone, with those that it stands for."""
+    for each in args:
+        several = each if isinstance(each, (tuple, list)) else (each,)
+        if any(isinstance(item, type) for item in several):
+            raise TypeError(f"{name}: expected example inputs, got a class: name classes by keyword, classes=...")
+    if example_inputs is not None:
+        args = (*args, example_inputs)
+    (inputs,) = args if len(args) == 1 else (args,)
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), {**inputs, **kwargs}
+    elif isinstance(inputs, (tuple, list)):
+        args = tuple(inputs)
+    elif isinstance(inputs, (int, float, str)):
+        kind = type(inputs).__name__
+        raise TypeError(f"{name}: expected example inputs to be tensors, a tuple of arguments or a dict, got {kind}")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise TypeError(f"{name}: expected a model that isn't wrapped yet, got FullyShardedDataParallel: call {name} before it")
+    return Survey(model, args, kwargs, frozenset(functions))
 
 
 def _counted(classes):
@@ -69,70 +88,129 @@ def _counted(classes):
 
 def convert(
     model: nn.Module,
-    classes: Iterable[type] | None = None,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
+    *inputs: Any,
+    classes: type | Iterable[type] | None = None,
+    example_inputs: Any = None,
+    **keyword_inputs: Any,
 ) -> nn.Module:
-    """Let a model's activations save one bit per element for backward: the same numbers, in less memory.
+    """Let a model's activations save less for backward: the same numbers, in less memory.
 
-    Works in place, and changes the modules' classes and those of their attributes that are PyTorch's functions: shared modules
-    stay shared, and hooks, the training flag, parameters and buffers stay. :func:`revert` undoes it.
+    Called with the inputs of the model's forward pass, ``convert(model, x, mask=mask)``, it runs that pass once on a copy of
+    the model and on fake tensors, finds out which layers save which tensors, and converts exactly those calls whose conversion
+    lowers what autograd saves. The pass needs no GPU, no memory and about a second. It reaches modules of any class whose
+    forward calls one of PyTorch's activations, as a function or as a method. Training mode, frozen parameters and autocast
+    count as they are around the call.
 
-    With ``example_inputs``, one forward pass on fake tensors finds out which layers save which tensors, and exactly those
-    modules are converted whose conversion lowers what autograd saves. The pass needs no GPU, no memory and about a second. It
-    reaches modules of any class whose code calls one of PyTorch's activation functions, relu included. Training mode, frozen
-    parameters and autocast count as they are around the call.
+    Without inputs, modules of exactly these classes of torch.nn are converted, except LeakyReLU in place: like ReLU, it saves
+    its output, which the next layer usually saves too.
 
-    Without ``example_inputs``, modules of exactly these classes of torch.nn are converted, except LeakyReLU in place: like
-    ReLU, it saves its output, which the next layer usually saves too.
+    Works in place and changes the modules' classes: an activation gets this package's of the same name, any other module a
+    subclass of its own class. Shared modules stay shared, and hooks, the training flag, parameters and buffers stay. If another
+    model has the same activation, it keeps it as it is. :func:`revert` undoes it all.
 
     Args:
         model: any module, an activation itself included.
-        classes: the classes of torch.nn to convert; with ``example_inputs``, the functions of the same names too. By default
-            Hardshrink, Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with ``example_inputs``, also ReLU.
-        example_inputs: a tuple of the arguments of a forward pass, a dict of keyword arguments, or one tensor. Of tensors, only
-            shapes, strides, dtypes and requires_grad matter: they may be on the meta device, and so may the model.
+        inputs: the arguments of a forward pass; or one tuple or list of them, or one dict of keyword arguments. Of tensors,
+            only shapes, strides, dtypes and requires_grad matter: they may be on the meta device, and so may the model.
+        classes: the classes of torch.nn to convert; with inputs, the functions of the same names too. By default Hardshrink,
+            Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with inputs, also ReLU, GELU, SiLU, Hardswish and
+            Mish.
+        example_inputs: the inputs, by keyword.
+        keyword_inputs: keyword arguments of the forward pass.
 
     Returns:
-        The model. What was converted, and with ``example_inputs`` what was left alone and why, is logged (level INFO);
-        :func:`converted` counts the modules, :func:`memory_report` lists them.
+        The model. What was converted, what was left alone and why, is logged in one line (logger ``activations_cuda``, level
+        INFO); where nothing pays, it is a warning. :func:`converted` counts the modules, :func:`memory_report` lists them.
 
     Raises:
-        TypeError: not a module, or example inputs that are no arguments.
+        TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that are no arguments.
         ValueError: a class that isn't in the family, or ``classes`` were named and the model has none of them to convert.
         RuntimeError: the forward pass depends on the values of tensors on the meta device.
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
-    if example_inputs is not None:
-        found, lines = _convert_what_pays(model, OURS if named is None else named, *as_arguments(example_inputs))
+    if inputs or keyword_inputs or example_inputs is not None:
+        functions = [FUNCTIONS[kind] for kind in (OURS if named is None else named)]
+        found = survey("convert", model, inputs, keyword_inputs, example_inputs, functions)
+        names, lines = found.converts(), summary(found.decisions())
+        names = {_originals.get(module, module): functions for module, functions in names.items()}
+        revert_all(model)
+        are_candidates = bool(found.calls)
     else:
-        theirs = patched()
-        found = [
-            module
+        names = {
+            module: frozenset([FUNCTIONS[type(module)]])
             for module in model.modules()
             if type(module) in (named or BY_DEFAULT)
-            and FUNCTIONS[type(module)] not in theirs
+            and calls_its_class(module)
+            and not is_patched(FUNCTIONS[type(module)])
             and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))
-        ]
-        for module in found:
-            set_class(module, OURS[type(module)])
+        }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
-        lines = [_counted(map(type, found)) or f"{others or 'no activation of the family'}, left alone"]
-    for line in lines:
-        log.info("convert: %s", line)
-    if named and not found:
+        lines = [_counted(map(type, names)) or f"{others or 'no activation of the family'}, left alone"]
+        are_candidates = False
+    if named and not names:
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
+    _replace(model, names)
+    if are_candidates and not names:
+        warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
+    else:
+        _say("convert: %s", "; ".join(lines))
     return model
 
 
-def _convert_what_pays(model, classes, args, kwargs):
-    """Converts what pays and reverts the rest. Returns the converted modules, and what was decided in words."""
-    survey = Survey(model, args, kwargs, frozenset(FUNCTIONS[kind] for kind in classes))
-    names = defaultdict(set)
-    for module, function in survey.chosen:
-        names[module].add(function)
-    return [module for module in survey.names if replace(module, names[module])], summary(survey.decisions())
+def _say(message, *arguments):
+    """To whatever handles logs, or else to stderr."""
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
+    log.info(message, *arguments)
+
+
+# The activations that others stand for in a model's tree, since another model has the same ones.
+_originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+
+
+def _replace(model, names):
+    """Make each module call this package's functions of these names."""
+    activations = [module for module in names if type(module) in OURS and "forward" not in vars(module)]
+    twins = {module: _twin(module, OURS[type(module)]) for module in _held_elsewhere(model, activations)}
+    for module, functions in names.items():
+        if module not in twins:
+            set_class(module, class_for(module, functions))
+    _originals.update({twin: module for module, twin in twins.items()})
+    _exchange(model, twins)
+
+
+def _held_elsewhere(model, modules):
+    """Those that a dict outside of the model's tree holds too, such as another model's."""
+    own = {id(each) for module in model.modules() for each in (vars(module), module._modules)}
+    others = [each for each in gc.get_referrers(*modules) if isinstance(each, dict) and id(each) not in own]
+    held = {id(value) for each in others for value in dict.values(each)}
+    return [module for module in modules if module is not model and id(module) in held]
+
+
+def _twin(module, kind):
+    twin = object.__new__(kind)
+    object.__setattr__(twin, "__dict__", vars(module))
+    return twin
+
+
+def _exchange(model, twins):
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child in twins:
+                module._modules[name] = twins[child]
+
+
+def revert_all(model: nn.Module) -> list[nn.Module]:
+    """Undo conversion. Returns what was converted."""
+    found = list(filter(is_converted, model.modules()))
+    twins = {module: _originals[module] for module in found if module in _originals}
+    for module in found:
+        if module not in twins:
+            set_class(module, original_of(type(module)))
+    _exchange(model, twins)
+    return found
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -148,10 +226,15 @@ def revert(model: nn.Module) -> nn.Module:
         TypeError: not a module.
     """
     check_model("revert", model)
-    found = list(filter(is_replaced, model.modules()))
-    log.info("revert: %s", _counted(map(type, found)) or "nothing")
-    for module in found:
-        restore(module)
+    kinds = _counted(type(module) for module in filter(is_converted, model.modules()))
+    hidden = [name for name, module in model.named_modules() if is_converted(module) and not calls_its_class(module)]
+    revert_all(model)
+    _say("revert: %s", kinds or "nothing")
+    if hidden:
+        warnings.warn(
+            f"revert: {', '.join(hidden)}: a forward that was set on the module may still call this package's; set it anew",
+            stacklevel=2,
+        )
     return model
 
 
@@ -168,10 +251,10 @@ def converted(model: nn.Module) -> Counter[str]:
         TypeError: not a module.
     """
     check_model("converted", model)
-    return Counter(type(module).__name__ for module in filter(is_replaced, model.modules()))
+    return Counter(type(module).__name__ for module in filter(is_converted, model.modules()))
 
 
-class ConvertMode(TorchFunctionMode):
+class ConvertMode(FunctionMode):
     """Within it PyTorch's activation functions are this package's: ``F.relu6``, ``torch.relu_``, what ``nn.Hardtanh`` calls.
 
     For models that call functions where :func:`convert` needs modules::
@@ -187,24 +270,16 @@ class ConvertMode(TorchFunctionMode):
         ValueError: a class that isn't in the family.
     """
 
-    def __init__(self, classes: Iterable[type] | None = None) -> None:
-        super().__init__()
+    def __init__(self, classes: type | Iterable[type] | None = None) -> None:
         named = BY_DEFAULT if classes is None else _check_classes("ConvertMode", classes)
-        self.functions = functions(frozenset(FUNCTIONS[kind] for kind in named))
+        super().__init__(frozenset(FUNCTIONS[kind] for kind in named))
         self.left_in_place = (
             frozenset()
             if classes
             else frozenset(name for name in map(FUNCTIONS.get, named) if not _pays_by_default(name, inplace=True))
         )
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        ours = self.functions.get(func)
-        if ours is None or self._is_left_alone(ours, args, kwargs):
-            return func(*args, **kwargs)
-        return ours(*args, **kwargs)
-
-    def _is_left_alone(self, ours, args, kwargs):
+    def is_meant(self, ours, args, kwargs):
         if isinstance(ours, partial):
-            return ours.func.__name__ in self.left_in_place
-        return ours.__name__ in self.left_in_place and signature(ours).bind(*args, **kwargs).arguments.get("inplace", False)
+            return ours.func.__name__ not in self.left_in_place
+        return ours.__name__ not in self.left_in_place or not signature(ours).bind(*args, **kwargs).arguments.get("inplace")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from activations_cuda.conversion import check_model
+from activations_cuda.conversion import check_model, survey
 from activations_cuda.replacements import FUNCTIONS, original_of
-from activations_cuda.survey import Decision, Survey, saved_storages, summary
+from activations_cuda.survey import Decision, saved_storages, summary
 
 __all__ = ["Decision", "LayerMemory", "MemoryReport", "memory_report", "require", "saved_bytes"]
 
@@ -90,32 +90,33 @@ class MemoryReport:
         plt.close(figure)
 
 
-def memory_report(model: nn.Module, *example_inputs: Any, **keyword_inputs: Any) -> MemoryReport:
+def memory_report(model: nn.Module, *inputs: Any, example_inputs: Any = None, **keyword_inputs: Any) -> MemoryReport:
     """What autograd saves for a model's backward pass, layer by layer, before and after conversion.
 
-    Runs the model's forward pass once, on fake tensors: needs no GPU, no memory and next to no time, and leaves parameters,
-    buffers and modules as they are, converted or not. What several layers share counts once, with the first; parameters and
+    Runs the forward pass of a copy once, on fake tensors: needs no GPU, no memory and next to no time, and leaves the model as
+    it is, converted or not. What several layers share counts once, with the first; parameters and
     buffers, which are there anyway, don't count. Before means PyTorch's own activations, after means
-    ``convert(model, example_inputs=example_inputs)``.
+    ``convert(model, *inputs)``.
 
     Args:
         model: the model, in training mode if that is what is asked about; it may be on the meta device.
-        example_inputs: the arguments of its forward pass. Of tensors only shape, strides, dtype and requires_grad matter, so
-            ``torch.empty(256, 3, 224, 224, device="meta")`` will do.
+        inputs: the arguments of its forward pass; or one tuple or list of them, or one dict of keyword arguments. Of tensors
+            only shape, strides, dtype and requires_grad matter, so ``torch.empty(256, 3, 224, 224, device="meta")`` will do.
+        example_inputs: the inputs, by keyword.
         keyword_inputs: its keyword arguments.
 
     Returns:
         The bytes of each module that saves any, and of all together; what is converted, what is left alone and why.
 
     Raises:
-        TypeError: not a module.
+        TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that are no arguments.
     """
     check_model("memory_report", model)
-    survey = Survey(model, example_inputs, keyword_inputs, frozenset(FUNCTIONS.values()))
-    before, after = survey.saved(frozenset()), survey.saved(survey.chosen)
+    found = survey("memory_report", model, inputs, keyword_inputs, example_inputs, FUNCTIONS.values())
+    before, after = found.saved(frozenset()), found.saved(found.chosen)
     layers = tuple(
         LayerMemory(name, original_of(type(module)).__name__, before[module], after[module])
-        for module, name in survey.names.items()
+        for module, name in found.names.items()
         if before[module] or after[module]
     )
-    return MemoryReport(layers, before.total(), after.total(), survey.decisions())
+    return MemoryReport(layers, before.total(), after.total(), found.decisions())

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-class Packed(nn.Module):
+class Activation(nn.Module):
     """What they have in common: how they print, and what they say to TorchScript."""
 
     def _get_name(self):
@@ -36,84 +36,84 @@ class Packed(nn.Module):
         )
 
 
-class ReLU(Packed, nn.ReLU):
+class ReLU(Activation, nn.ReLU):
     """:class:`torch.nn.ReLU`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu(input, self.inplace)
 
 
-class ReLU6(Packed, nn.ReLU6):
+class ReLU6(Activation, nn.ReLU6):
     """:class:`torch.nn.ReLU6`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu6(input, self.inplace)
 
 
-class LeakyReLU(Packed, nn.LeakyReLU):
+class LeakyReLU(Activation, nn.LeakyReLU):
     """:class:`torch.nn.LeakyReLU`, saving one bit per element. In place, the slope may be negative."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.leaky_relu(input, self.negative_slope, self.inplace)
 
 
-class Hardtanh(Packed, nn.Hardtanh):
+class Hardtanh(Activation, nn.Hardtanh):
     """:class:`torch.nn.Hardtanh`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardtanh(input, self.min_val, self.max_val, self.inplace)
 
 
-class Hardsigmoid(Packed, nn.Hardsigmoid):
+class Hardsigmoid(Activation, nn.Hardsigmoid):
     """:class:`torch.nn.Hardsigmoid`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardsigmoid(input, self.inplace)
 
 
-class Hardshrink(Packed, nn.Hardshrink):
+class Hardshrink(Activation, nn.Hardshrink):
     """:class:`torch.nn.Hardshrink`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardshrink(input, self.lambd)
 
 
-class Softshrink(Packed, nn.Softshrink):
+class Softshrink(Activation, nn.Softshrink):
     """:class:`torch.nn.Softshrink`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.softshrink(input, self.lambd)
 
 
-class Threshold(Packed, nn.Threshold):
+class Threshold(Activation, nn.Threshold):
     """:class:`torch.nn.Threshold`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.threshold(input, self.threshold, self.value, self.inplace)
 
 
-class GELU(Packed, nn.GELU):
+class GELU(Activation, nn.GELU):
     """:class:`torch.nn.GELU`, saving its output and a few bits per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.gelu(input, self.approximate)
 
 
-class SiLU(Packed, nn.SiLU):
+class SiLU(Activation, nn.SiLU):
     """:class:`torch.nn.SiLU`, saving its output and a few bits per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.silu(input, self.inplace)
 
 
-class Hardswish(Packed, nn.Hardswish):
+class Hardswish(Activation, nn.Hardswish):
     """:class:`torch.nn.Hardswish`, saving its output and a few bits per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardswish(input, self.inplace)
 
 
-class Mish(Packed, nn.Mish):
+class Mish(Activation, nn.Mish):
     """:class:`torch.nn.Mish`, saving its output and a few bits per element."""
 
     def forward(self, input: Tensor) -> Tensor:

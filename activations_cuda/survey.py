@@ -1,23 +1,19 @@
-"""Which layers save which tensors for backward, found out by one forward pass on fake tensors: no GPU, no memory, about a
-second.
+"""Which layers save which tensors for backward, found out by one forward pass of a copy on fake tensors: no GPU, no memory,
+about a second.
 
 A tensor that several layers save is saved once. So an activation's bits replace a tensor only if no other layer saves it;
 otherwise they are pure overhead.
 """
 
-import gc
 import logging
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache
-from inspect import signature, unwrap
-from itertools import chain
-from operator import is_
-from types import FunctionType, ModuleType
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,17 +26,26 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from activations_cuda import _C, functional
-from activations_cuda.replacements import FUNCTIONS, PYTORCHS_FUNCTIONS, functions, original_of, reaches, replace, set_class
+from activations_cuda.copies import Copier, unwrapped
+from activations_cuda.replacements import (
+    CHECKPOINT,
+    FUNCTIONS,
+    MODULE_CALL,
+    ORIGINAL_FUNCTIONS,
+    caller,
+    calls_its_class,
+    functions,
+    is_patched,
+    original_of,
+)
 
 log = logging.getLogger("activations_cuda")
+log.setLevel(logging.INFO)
 
 FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
-FUNCTOOLS_CACHE = type(cache(len))
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,9 @@ class _Call:
     module: nn.Module
     function: str
     bits: int | None  # how many bytes of bits it would save if converted; None if the kernels don't take its arguments
-    is_ours: bool  # this package's function was called
+    has_16_bits: bool
+    convertible: bool  # where conversion reaches it
+    is_ours: bool  # the model's own code calls this package's function
     saves: bool = False
     saves_output: bool = False  # beside the bits, if converted
     is_overwritten: bool = False  # its output, by somebody else later
@@ -84,17 +91,34 @@ class _Storage:
     outputs_of: list[_Call] = field(default_factory=list)  # those that would save it if converted
 
 
+def _storages(tensor):
+    """What a tensor's elements lie in; several for a sparse or a nested one."""
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    elif hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        return [tensor.untyped_storage()]
+    return [storage for part in parts for storage in _storages(part.detach())]
+
+
 @contextmanager
 def saved_storages(owner: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> Iterator[dict[StorageWeakRef, _Storage]]:
     """Yields a dict that collects what autograd saves, but for some tensors, and what owner() returns each time."""
-    left_out = {StorageWeakRef(tensor.untyped_storage()) for tensor in but}
+    left_out = {StorageWeakRef(storage) for tensor in but for storage in _storages(tensor.detach())}
     storages: dict[StorageWeakRef, _Storage] = {}
 
     def pack(tensor):
-        key = StorageWeakRef(tensor.untyped_storage())
-        if key not in left_out:
-            storages.setdefault(key, _Storage(tensor.untyped_storage().nbytes())).savers.append(owner())
-        return tensor.detach()  # an output itself would keep its own graph alive
+        tensor = tensor.detach()  # an output itself would keep its own graph alive
+        for storage in _storages(tensor):
+            key = StorageWeakRef(storage)
+            if key not in left_out:
+                storages.setdefault(key, _Storage(storage.nbytes())).savers.append(owner())
+        return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield storages
@@ -108,10 +132,9 @@ def _named(func):
 class _Watch(TorchFunctionMode):
     """Records every call of an activation function, PyTorch's or this package's, and runs PyTorch's."""
 
-    def __init__(self, modules):
+    def __init__(self, running):
         super().__init__()
-        self.modules = modules
-        self.reaches = cache(reaches)
+        self.running = running
         self.outputs = []
         self.names = {}
         for name in FUNCTIONS.values():
@@ -123,46 +146,39 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = _named(func)
         if name:
-            pytorchs = PYTORCHS_FUNCTIONS.get((nn.functional, name.removesuffix("_")))
-            if pytorchs is None or func._overloadname != "default" or not hasattr(torch.ops.aten, name):
-                return _packed(func, name, args, kwargs)  # PyTorch has no such function
-            func, kwargs = pytorchs, kwargs | ({"inplace": True} if name.endswith("_") else {})
+            original = ORIGINAL_FUNCTIONS.get((nn.functional, name.removesuffix("_")))
+            if original is None or func._overloadname != "default" or not hasattr(torch.ops.aten, name):
+                return _with_mask(func, name, args, kwargs)  # PyTorch has no such function
+            func, kwargs = original, kwargs | ({"inplace": True} if name.endswith("_") else {})
         if _drops_in_place(func, kwargs):
             self._note_overwritten(args[0] if args else kwargs["input"])
         if func not in self.names or "out" in kwargs:
             return func(*args, **kwargs)
-        function = self.names[func]
-        self.call = _Call(self._caller(function, bool(name)), function, _bits(function, args, kwargs), is_ours=bool(name))
+        self.call = self._new_call(self.names[func], args, kwargs, is_ours=bool(name))
         self.calls.append(self.call)
         try:
             with torch._C.DisableTorchFunction():  # an outer ConvertMode would turn it back into ours
                 output = func(*args, **kwargs)
         finally:
             self.call = None
-        if _C.family[function].saves_output and isinstance(output, Tensor):
+        if _C.family[self.calls[-1].function].saves_output and isinstance(output, Tensor):
             self.outputs.append((self.calls[-1], output, output._version))
         return output
+
+    def _new_call(self, function, args, kwargs, is_ours):
+        bits = _bits(function, args, kwargs)
+        module, frame = self.running(), caller(MODULE_CALL, CHECKPOINT)
+        if not is_ours:
+            function = FUNCTIONS.get(original_of(type(module)), function)  # ReLU6 calls hardtanh
+        convertible = is_ours or (frame is not None and frame.f_code is MODULE_CALL and can_convert(module))
+        input = args[0] if args else kwargs["input"]
+        return _Call(module, function, bits, input.dtype.itemsize == 2, convertible, is_ours)
 
     def _note_overwritten(self, input):
         storage = StorageWeakRef(input.untyped_storage())
         for call, output, _ in self.outputs:
             if StorageWeakRef(output.untyped_storage()) == storage:
                 call.is_overwritten = True
-
-    def _caller(self, function, is_ours):
-        """The module whose method calls: one that is called by its forward, past its hooks, too.
-
-        A function of ours may have come to it from a module further out, whose conversion decides: that one counts.
-        """
-        frame, callers = sys._getframe(), []
-        while frame := frame.f_back:
-            code = frame.f_code
-            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if isinstance(first, nn.Module) and first in self.modules and _is_method(code, type(first)):
-                if not is_ours or self.reaches(first, frozenset([function])):
-                    return first
-                callers.append(first)
-        return next(iter([*callers, *self.modules]))  # the model itself, in a thread of its own
 
 
 def _drops_in_place(func, kwargs):
@@ -171,10 +187,12 @@ def _drops_in_place(func, kwargs):
     return "dropout" in name and (name.endswith("_") or kwargs.get("inplace", False))
 
 
-def _is_method(code, kind):
-    """Whether it is a method's code, and not a function's whose first argument happens to be a module."""
-    method = unwrap(getattr(kind, code.co_name, None))
-    return code.co_varnames[0] == "self" or getattr(method, "__code__", None) is code
+def can_convert(module: nn.Module) -> bool:
+    """Whether another class for the module changes what it computes with."""
+    original = original_of(type(module))
+    if original in FUNCTIONS and is_patched(FUNCTIONS[original]):
+        return False
+    return calls_its_class(module) and not isinstance(module, torch.fx.GraphModule)  # whose class is made from its graph
 
 
 def _bits(name, args, kwargs):
@@ -194,7 +212,7 @@ def _bits(name, args, kwargs):
     return bits.numel()
 
 
-def _packed(func, name, args, kwargs):
+def _with_mask(func, name, args, kwargs):
     """Makes one of this package's ops save on fake tensors what it saves on real ones."""
     packet = getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask", None)
     if packet is not None:
@@ -202,117 +220,6 @@ def _packed(func, name, args, kwargs):
             output, _ = getattr(packet, func._overloadname)(*args, **kwargs)
             return args[0].copy_(output) if name.endswith("_") else output
     return func(*args, **kwargs)
-
-
-def _unwrapped(model):
-    """The model itself, without torch.compile's or a parallel wrapper around it."""
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else model
-
-
-@dataclass(eq=False)
-class _Container:
-    """A dict, list, set or deque and what is in it."""
-
-    values: Any
-    kind: Any  # whose methods are called, not those of a subclass, which may do more
-
-    def __post_init__(self):
-        self.before = self.contents()
-
-    def contents(self):
-        """Keys and values in turn, if it is a dict."""
-        if issubclass(self.kind, dict):
-            return list(chain.from_iterable(self.kind.items(self.values)))
-        return list(self.kind.__iter__(self.values))
-
-    def fill(self, contents):
-        now = self.contents()
-        if len(now) == len(contents) and all(map(is_, now, contents)):
-            return  # or another thread could find an empty one
-        self.kind.clear(self.values)
-        if issubclass(self.kind, dict):
-            for key, value in zip(contents[::2], contents[1::2], strict=True):
-                self.kind.__setitem__(self.values, key, value)
-        elif issubclass(self.kind, set):
-            self.kind.update(self.values, contents)
-        else:
-            self.kind.extend(self.values, contents)
-
-
-# Objects of these modules are not looked into: nothing of the model is in them, or other threads change them meanwhile.
-OPAQUE = (
-    "activations_cuda.",
-    "asyncio.",
-    "concurrent.",
-    "logging.",
-    "multiprocessing.",
-    "queue.",
-    "threading.",
-    "torch._",
-    "torch.distributed.",
-)
-
-
-def _containers(*roots):
-    """The containers among these values, among the attributes of plain objects there, and in each other."""
-    seen: dict[int, Any] = {}
-    found = []
-    left = list(roots)
-    while left:
-        value = left.pop()
-        kind = type(value)
-        if id(value) in seen or issubclass(kind, (Tensor, type, ModuleType)):
-            continue
-        seen[id(value)] = value
-        base = next((base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base)), None)
-        if base:
-            found.append(_Container(value, base))
-            left += found[-1].before
-        elif issubclass(kind, tuple):
-            left += value
-        if not f"{kind.__module__}.".startswith(OPAQUE) and type(getattr(value, "__dict__", None)) is dict:
-            left.append(vars(value))
-    return found
-
-
-def _attributes(model):
-    """The attributes of a model's modules and of their classes."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    of_kinds = (vars(kind).values() for kind in kinds if not (kind.__module__ or "").startswith("torch."))
-    return [*map(vars, model.modules()), *chain.from_iterable(of_kinds)]
-
-
-@contextmanager
-def _unchanged(model, inputs):
-    """Restores the classes of the model's modules and what a forward pass may leave fake tensors in."""
-    classes = {module: type(module) for module in model.modules()}
-    held = _containers(inputs, *_attributes(model))
-    try:
-        yield
-    finally:
-        for module, kind in classes.items():
-            if type(module) is not kind:
-                set_class(module, kind)
-        for each in held:
-            each.fill(each.before)
-
-
-def _hold_fakes(values, depth=4):
-    """Whether there is a fake tensor among them, or in what they refer to."""
-    values = [value for value in values if not issubclass(type(value), (type, ModuleType, FunctionType))]
-    return FakeTensor in map(type, values) or (depth > 0 and bool(values) and _hold_fakes(gc.get_referents(*values), depth - 1))
-
-
-@contextmanager
-def _no_fake_cached():
-    """Clears each cache of functools with fake tensors in it; transformers' DETR, BEiT and DINOv3 have such for positions."""
-    try:
-        yield
-    finally:
-        for each in gc.get_objects():
-            if type(each) is FUNCTOOLS_CACHE and _hold_fakes(gc.get_referents(each)):
-                each.cache_clear()
 
 
 @contextmanager
@@ -331,7 +238,7 @@ def _randomness_unchanged(tensors):
                 of_numpy.set_state(numpys_state)
 
 
-def _copy(tensor):
+def _clone(tensor):
     new = tensor.detach().clone()
     if type(new) is Tensor:
         new.__class__ = type(tensor)  # Parameter, or a subclass of it
@@ -347,20 +254,23 @@ def _uncompiled():
     return torch.compiler.set_stance("force_eager") if has_stance else nullcontext()
 
 
-@contextmanager
-def _running_module(model):
-    """Yields a function that returns the module of `model` whose forward is running."""
-    known = set(model.modules())
-    running = [model]
+def _fakes(device):
+    """A function that makes fake tensors like others, and the mode that they belong to."""
+    # Without entering the mode: what a model makes of nothing, such as positions, is real, since it may stay in a cache.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def enter(module, _):
-        running.append(module if module in known else running[-1])
+    def fake(tensor):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return tensor
+        place = device if tensor.is_meta else tensor.device
+        with mode:
+            # A DTensor's size is that of the whole: what is sharded is surveyed as it would be on one device.
+            new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place)
+        return (nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new).requires_grad_(
+            tensor.requires_grad
+        )
 
-    def leave(module, *_):
-        running.pop()
-
-    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True):
-        yield lambda: running[-1]
+    return fake, mode
 
 
 class Survey:
@@ -374,39 +284,29 @@ class Survey:
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]) -> None:
-        model = _unwrapped(model)
+        model = unwrapped(model)
         self.names = {module: name for name, module in model.named_modules()}
-        with _unchanged(model, (args, kwargs)):
-            self.candidates = {module for module in self.names if replace(module, names)}
-            self._run(model, args, kwargs)
         self.considered = names
+        self._run(model, args, kwargs)
         self.chosen = self._choose()
 
     def _run(self, model, args, kwargs):
-        state = dict(model.named_parameters()) | dict(model.named_buffers())
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        """Runs the forward pass of a copy on fake tensors, or on copies of the real ones if it depends on their values."""
+        state = [*model.parameters(), *model.buffers()]
+        # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors autocast
+        # would change nothing, and attention, for example, would save more.
+        default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")
+        device = next((tensor.device for tensor in state if not tensor.is_meta), default)
+        fake, mode = _fakes(device)
+        is_there = device.type != "cuda" or torch.cuda.is_available()
+        copier = Copier(fake)
         try:
-            with (
-                _unchanged(model, (args, kwargs)),
-                _no_fake_cached(),
-                torch.inference_mode(False),
-                FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
-            ):
-                # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors
-                # autocast would change nothing, and attention, for example, would save more.
-                default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")
-                device = next((tensor.device for tensor in state.values() if not tensor.is_meta), default)
-
-                @cache  # an input that is passed twice is one
-                def fake_like(tensor):
-                    place = device if tensor.is_meta else tensor.device
-                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place)
-                    return fake.requires_grad_(tensor.requires_grad)
-
-                fakes = {name: fake_like(t) if t.is_meta else fake_mode.from_tensor(t) for name, t in state.items()}
-                self._watch(model, fakes, *tree_map_only(Tensor, fake_like, (args, kwargs)))
+            with torch.inference_mode(False):
+                copies = copier((model, args, kwargs))
+                with nullcontext() if is_there else mode:
+                    self._watch(copier, *copies)
         except Exception as error:
-            if any(tensor.is_meta for tensor in (*state.values(), *inputs)):
+            if any(tensor.is_meta for tensor, _ in copier.copies.values() if isinstance(tensor, Tensor)):
                 if not isinstance(error, FAKES_WONT_DO):
                     raise
                 raise RuntimeError(
@@ -414,53 +314,69 @@ class Survey:
                     "inputs with values, got some on the meta device"
                 ) from error
             with torch.inference_mode(False):
-                copy = cache(_copy)
-                copies = {name: _copy(tensor) for name, tensor in state.items()}
-                inputs = tree_map_only(Tensor, copy, (args, kwargs))
-                for each in _containers(inputs):  # in objects that are inputs
-                    each.fill([copy(value) if isinstance(value, Tensor) else value for value in each.before])
-                self._watch(model, copies, *inputs)
+                copier = Copier(_clone)
+                self._watch(copier, *copier((model, args, kwargs)))
 
-    def _watch(self, model, state, args, kwargs):
-        """Runs the forward pass and records who saves what."""
+    def _watch(self, copier, model, args, kwargs):
+        """Runs a copy's forward pass and records who saves what."""
+        running = [next(iter(self.names))]
+
+        def enter(module, *_):
+            running.append(module)
+
+        def leave(*_):
+            running.pop()
+
+        for module in self.names:
+            copier(module).register_forward_pre_hook(partial(enter, module), prepend=True)
+            copier(module).register_forward_hook(leave, always_call=True)
         with ExitStack() as stack:
-            stack.enter_context(_randomness_unchanged(state.values()))
+            state = [*model.parameters(), *model.buffers()]
+            stack.enter_context(_randomness_unchanged(state))
             stack.enter_context(_uncompiled())
-            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            running = stack.enter_context(_running_module(model))
-            watch = _Watch(self.names)
+            watch = _Watch(lambda: running[-1])
 
             def owner():
                 if watch.call is not None:
                     watch.call.saves = True
-                return running(), watch.call
+                return running[-1], watch.call
 
-            saved = stack.enter_context(saved_storages(owner, but=tuple(state.values())))
+            saved = stack.enter_context(saved_storages(owner, but=tuple(state)))
             stack.enter_context(watch)
             stack.callback(watch.outputs.clear)  # their graphs hold `owner`, and so these
-            output = torch.func.functional_call(model, state, args, kwargs)
+            output = model(*args, **kwargs)
             for call, tensor, version in watch.outputs:
                 storage = tensor.untyped_storage()
                 call.saves_output = True
                 call.is_overwritten |= tensor._version != version
                 saved.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
         del output  # until here it holds all that was counted
+        copier.copies.clear()
         self.storages = list(saved.values())
         self.calls = watch.calls
 
     def _unit(self, call):
         """All calls of one function in one module are converted together."""
-        return (call.module, call.function) if call.is_ours and call.bits is not None else None
+        is_meant = call.is_ours or (call.convertible and call.function in self.considered)
+        return (call.module, call.function) if is_meant and call.bits is not None else None
 
     def _choose(self):
         """The units whose conversion lowers what is saved: all, less those that gain nothing, until every one gains."""
         chosen = {unit for call in self.calls if (unit := self._unit(call))}
-        as_it_comes = {unit for unit in chosen if unit[0] not in self.candidates}  # the model's own code calls ours
+        as_it_comes = {self._unit(call) for call in self.calls if call.is_ours} & chosen
         chosen -= {self._unit(call) for call in self.calls if call.is_overwritten} - as_it_comes
         while without := {unit for unit, gain in self._gains(chosen).items() if gain <= 0} - as_it_comes:
             chosen -= without
         return chosen if self.saved(chosen).total() < self.saved(as_it_comes).total() else as_it_comes
+
+    def converts(self) -> dict[nn.Module, frozenset[str]]:
+        """The functions of PyTorch's that each module is to have replaced."""
+        names = defaultdict(set)
+        for call in self.calls:
+            if not call.is_ours and self._unit(call) in self.chosen:
+                names[call.module].add(call.function)
+        return {module: frozenset(functions) for module, functions in names.items()}
 
     def _gains(self, chosen):
         """How many bytes less are saved because of each unit, given that all the others are converted too."""
@@ -518,12 +434,12 @@ class Survey:
             return "saves nothing for backward"
         if unit[1] not in self.considered:
             return "not asked for"
+        if not any(call.convertible for call in calls):
+            return "called where it can't be replaced"
         if not any(map(self._unit, calls)):
-            return (
-                "called where it can't be replaced"
-                if not any(call.is_ours for call in calls)
-                else "only PyTorch's op takes these arguments"
-            )
+            if _C.family[unit[1]].saves_output and not any(call.has_16_bits for call in calls):
+                return "saves less in bfloat16 and float16 only: call convert under torch.autocast"
+            return "only PyTorch's op takes these arguments"
         if any(call.is_overwritten for call in calls):
             return "its output is written to in place"
         if any(call.saves_output for call in calls):

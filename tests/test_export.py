@@ -57,7 +57,7 @@ def models(device):
     torch.manual_seed(0)
     layers = [layer for f in activations for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), f)]
     model = nn.Sequential(*layers).to(device).eval()
-    ours = activations_cuda.convert(copy.deepcopy(model), [type(f) for f in activations])
+    ours = activations_cuda.convert(copy.deepcopy(model), classes=[type(f) for f in activations])
     return model, ours
 
 

@@ -61,7 +61,7 @@ def test_counts_by_layer():
 @pytest.mark.parametrize("classes", [(), (nn.ReLU6,)])
 def test_agrees_with_what_is_kept_in_earnest(classes):
     """Parameters and buffers don't count; the model may be converted before."""
-    model = activations_cuda.convert(Net(), classes) if classes else Net()
+    model = activations_cuda.convert(Net(), classes=classes) if classes else Net()
     x = torch.randn(4096, 64)
     report = activations_cuda.memory_report(model, x)
     assert measure(activations_cuda.revert(model), x) == report.before

@@ -83,7 +83,7 @@ def test_onnx_export_by_torchscript(device, tmp_path):
     """Which knows no Threshold."""
     onnx = pytest.importorskip("onnx")
     models = [nn.Sequential(*(copy.deepcopy(m) for m in MODULES if not isinstance(m, nn.Threshold))).eval() for _ in range(2)]
-    activations_cuda.convert(models[1], [type(module) for module in models[1]])
+    activations_cuda.convert(models[1], classes=[type(module) for module in models[1]])
     x = images(2, device)
     names = []
     for model, path in zip(models, (tmp_path / "pytorchs.onnx", tmp_path / "ours.onnx"), strict=True):

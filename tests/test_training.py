@@ -154,7 +154,7 @@ def assert_trains_the_same(model, convert, steps, shape, dtype, memory_format):
 
 def convert_all(model):
     """Whether it pays or not."""
-    return activations_cuda.convert(model, OURS)
+    return activations_cuda.convert(model, classes=OURS)
 
 
 @pytest.fixture

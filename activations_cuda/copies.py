@@ -1,0 +1,215 @@
+"""Copies of a model and of its inputs to run a forward pass on: whatever that pass writes to, it writes to the copies.
+
+A copy goes as deep as Python goes. Containers, plain objects, closures and bound methods are copied; what is implemented in C
+(locks, files, sockets), what has a finalizer and what belongs to threads, loggers or process groups is shared.
+"""
+
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from copy import deepcopy
+from enum import Enum
+from functools import partial
+from itertools import chain
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from activations_cuda.replacements import original_of
+
+__all__ = ["Copier", "unwrapped"]
+
+BUILTIN = type(None), type(...), bool, int, float, complex, str, bytes, type, ModuleType, BuiltinFunctionType
+ATOMIC = frozenset(BUILTIN) | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+SHARED = (
+    "activations_cuda.",
+    "asyncio.",
+    "concurrent.",
+    "logging.",
+    "multiprocessing.",
+    "queue.",
+    "threading.",
+    "torch._",
+    "torch.distributed.",
+    "torch.jit.",
+)
+RANDOM = "random.", "numpy.random."  # generators, whose state a forward pass changes
+
+
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """The module that torch.compile or a parallel wrapper holds."""
+    if issubclass(type(module), (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return module._modules["module"]
+    dynamo = sys.modules.get("torch._dynamo")
+    return module._modules["_orig_mod"] if dynamo and issubclass(type(module), dynamo.OptimizedModule) else None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    while (inner := wrapped(model)) is not None:
+        model = inner
+    return model
+
+
+def _listed(values: Callable[[], Iterable[Any]]) -> list[Any]:
+    while True:
+        try:
+            return list(values())
+        except RuntimeError:  # another thread has changed it meanwhile
+            continue
+
+
+def _is_of(kind, packages):
+    return f"{kind.__module__}.".startswith(packages)
+
+
+def _keeps_nothing(hook):
+    """Whether it is one of torch.nn.utils, such as weight_norm's, or a function that has no variable to leave a tensor in.
+
+    Others are the user's observers: they log, count and collect, and are not called.
+    """
+    if type(hook) is not FunctionType:
+        return any(_is_of(kind, "torch.nn.utils.") for kind in type(hook).__mro__)
+    variables = (hook.__globals__.get(name) for name in hook.__code__.co_names)
+    return hook.__closure__ is None and all(type(value) in ATOMIC for value in variables)
+
+
+def _empty(kind):
+    """An instance without contents; raises TypeError for most classes of C's."""
+    return (kind if kind is SimpleNamespace else object).__new__(kind)
+
+
+def _containers_of(kind):
+    """The containers among a class's attributes, which its code may fill."""
+    kinds = (each for each in reversed(kind.__mro__) if not _is_of(each, ("torch.", "builtins.")))
+    attributes = (item for each in kinds for item in vars(each).items())
+    return {name: value for name, value in attributes if type(value) in (dict, list, set, OrderedDict, defaultdict, deque)}
+
+
+class Copier:
+    """Called with a value, returns its copy, the same one for the same value.
+
+    A converted module's copy has its original class again, wrappers call the module within, and of hooks there are only those
+    that may matter to the result.
+
+    Args:
+        of_tensor: copies a tensor.
+    """
+
+    def __init__(self, of_tensor: Callable[[Tensor], Tensor]) -> None:
+        self.of_tensor = of_tensor
+        self.copies: dict[int, tuple[Any, Any]] = {}  # by id; with the value itself, or another could get its id
+        self.unfilled: list[Callable[[], None]] = []
+
+    def __call__(self, value: Any) -> Any:
+        result = self._copy(value)
+        while self.unfilled:
+            self.unfilled.pop()()
+        return result
+
+    def _copy(self, value):
+        kind = type(value)
+        if kind in ATOMIC:
+            return value
+        if id(value) not in self.copies:
+            try:
+                self._start(value, kind)
+            except Exception:  # no copy can be made of it
+                self.copies[id(value)] = value, value
+        return self.copies[id(value)][1]
+
+    def _all(self, values):
+        return [value if type(value) in ATOMIC else self._copy(value) for value in values]
+
+    def _start(self, value, kind):
+        """Remembers the copy of a value; one that may contain itself is filled later."""
+        if issubclass(kind, Tensor):
+            copy = self.of_tensor(value)
+        elif issubclass(kind, nn.Module) and not issubclass(kind, torch.jit.ScriptModule):
+            copy, fill = self._module(value, kind)
+            self.unfilled.append(fill)
+        elif kind is FunctionType and value.__closure__ and not (value.__module__ or "").startswith("torch."):
+            copy, fill = self._function(value)
+            self.unfilled.append(fill)
+        elif kind is MethodType:
+            copy = MethodType(value.__func__, self._copy(value.__self__))
+        elif kind is partial:
+            copy = partial(self._copy(value.func), *self._all(value.args), **dict(self._items(value.keywords)))
+        elif issubclass(kind, (tuple, frozenset)):
+            before = list((tuple if issubclass(kind, tuple) else frozenset).__iter__(value))
+            after = self._all(before)
+            same = all(a is b for a, b in zip(before, after, strict=True))
+            copy = value if same else (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, after)
+        elif base := next((base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base)), None):
+            copy = base.__new__(kind)
+            if base is deque:
+                deque.__init__(copy, (), value.maxlen)
+            if issubclass(kind, defaultdict):
+                defaultdict.__init__(copy, value.default_factory)
+            self.unfilled += (lambda: self._fill(copy, value, base), lambda: self._fill_object(copy, value))
+        elif _is_of(kind, RANDOM):
+            copy = deepcopy(value)
+        elif issubclass(kind, (type, Enum, FunctionType)) or kind is object or hasattr(kind, "__del__") or _is_of(kind, SHARED):
+            copy = value
+        else:
+            copy = _empty(kind)
+            self.unfilled.append(lambda: self._fill_object(copy, value))
+        self.copies[id(value)] = value, copy
+
+    def _items(self, values, base=dict):
+        items = _listed(lambda: base.items(values))
+        return zip(self._keys(key for key, _ in items), self._all(value for _, value in items), strict=True)
+
+    def _keys(self, keys):
+        """Others may have a hash of what isn't filled yet."""
+        return [self._copy(key) if issubclass(type(key), (Tensor, nn.Module)) else key for key in keys]
+
+    def _fill(self, copy, value, base):
+        if issubclass(base, dict):
+            for key, item in self._items(value, base):
+                base.__setitem__(copy, key, item)
+        elif base is set:
+            set.update(copy, self._keys(_listed(lambda: set.__iter__(value))))
+        else:
+            base.extend(copy, self._all(_listed(lambda: base.__iter__(value))))
+
+    def _fill_object(self, copy, value):
+        with suppress(AttributeError):
+            attributes = object.__getattribute__(value, "__dict__")
+            vars(copy).update(self._items(attributes))
+        for slot in chain.from_iterable(vars(kind).values() for kind in type(value).__mro__):
+            if type(slot) is MemberDescriptorType:
+                with suppress(AttributeError, TypeError):  # empty, or C's
+                    slot.__set__(copy, self._copy(slot.__get__(value)))
+
+    def _module(self, module, kind):
+        copy = object.__new__(nn.Module if wrapped(module) is not None else original_of(kind))
+
+        def fill():
+            attributes = _containers_of(kind) | vars(module)
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                kept = ((key, hook) for key, hook in _listed(attributes.get(name, {}).items) if _keeps_nothing(hook))
+                attributes[name] = OrderedDict(kept)
+            vars(copy).update(self._items(attributes))
+            vars(copy)["_compiled_call_impl"] = None
+            if (inner := wrapped(module)) is not None:
+                vars(copy)["forward"] = self._copy(inner)
+
+        return copy, fill
+
+    def _function(self, function):
+        cells = tuple(CellType() for _ in function.__closure__)
+        copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+        copy.__kwdefaults__ = function.__kwdefaults__
+
+        def fill():
+            vars(copy).update(self._items(vars(function)))
+            for cell, original in zip(cells, function.__closure__, strict=True):
+                try:
+                    cell.cell_contents = self._copy(original.cell_contents)
+                except ValueError:  # there is nothing in it yet
+                    continue
+
+        return copy, fill

@@ -1,0 +1,386 @@
+"""What a survey and a conversion leave as it was: hooks' owners, other threads and models, attributes of any kind."""
+
+import copy
+import functools
+import gc
+import importlib
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+import weakref
+from enum import Enum
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import activations_cuda
+from activations_cuda.memory import saved_bytes
+from test_conversion import assert_same_step
+
+
+def net(*layers):
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU6(), *layers)
+
+
+ROWS = 64, 8
+
+
+class Mean:
+    def __init__(self):
+        self.total = torch.zeros(())
+        self.lock = threading.Lock()
+
+    def hook(self, layer, args, out):
+        with self.lock:
+            self.total = self.total + out.detach().mean()
+
+
+SEEN = []
+
+
+def collect(module, args, out):
+    SEEN.append(out)
+
+
+def appender(seen):
+    return lambda module, args, out: seen.append(out)
+
+
+def is_real(tensor):
+    return not isinstance(tensor, FakeTensor)
+
+
+def test_owners_of_hooks():
+    model, mean, seen = net(), Mean(), []
+    SEEN.clear()
+    for hook in (mean.hook, appender(seen), functools.partial(appender(seen)), collect):
+        model[0].register_forward_hook(hook)
+    model[2].register_full_backward_hook(lambda *_: seen.append(0))
+    activations_cuda.convert(model, torch.randn(ROWS))
+    assert is_real(mean.total)
+    assert not seen
+    assert not SEEN
+    model(torch.randn(ROWS)).sum().backward()
+    assert (len(seen), len(SEEN)) == (3, 1)
+    assert mean.total.item() != 0
+
+
+def test_hooks_that_make_the_weights_are_called():
+    """And those that have nowhere to leave a tensor."""
+    model, x = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(8, 8)), nn.LayerNorm(8), nn.ReLU6()), torch.randn(ROWS)
+    model.requires_grad_(False)
+    model[1].register_forward_hook(lambda module, args, out: out.requires_grad_(True))
+    report = activations_cuda.memory_report(model, x)
+    assert (report.before, report.after) == (64 * 8 * 4, 64)
+
+
+class Slow(nn.Module):
+    def forward(self, x):
+        return time.sleep(0.001) or x
+
+
+def test_another_threads_model():
+    other, model, x = Slow(), net(), torch.randn(ROWS)
+    for _ in range(5):
+        other = nn.Sequential(other)
+    for module in other.modules():
+        module.register_forward_hook(lambda *_: None)
+    failures, reports = [], []
+
+    def serve():
+        try:
+            for _ in range(300):
+                other(x)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for _ in range(20):
+        reports.append(activations_cuda.memory_report(model, x))
+    thread.join()
+    assert not failures
+    assert all(report == reports[0] for report in reports)
+
+
+def test_what_another_thread_appends_stays():
+    model, x = net(), torch.randn(ROWS)
+    model.replay = []
+
+    def act():
+        for i in range(200):
+            model.replay.append(i)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    for _ in range(5):
+        activations_cuda.convert(model, x)
+    thread.join()
+    assert model.replay == list(range(200))
+
+
+class Refuses(tuple):
+    def __iter__(self):
+        raise TypeError("not iterable")
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Sentinel:
+    __slots__ = ("__value", "unset")
+
+    def __init__(self):
+        self.__value = []
+
+
+class Closes:
+    def __init__(self, log):
+        self.log = log
+
+    def __del__(self):
+        self.log.append("closed")
+
+
+def odd_attributes(model):
+    yield Refuses((1, 2))
+    yield weakref.proxy(object.__new__(Mean))  # a dead one
+    yield weakref.ref(model)
+    yield threading.Lock()
+    yield threading.local()
+    yield (value for value in range(3))
+    yield io.BytesIO(b"1")
+    yield Color.RED
+    yield Sentinel()
+    yield types.SimpleNamespace(model=model)
+    yield torch.nn.Parameter(torch.zeros(3)).sum()  # no leaf
+    yield torch.Generator()
+    yield list(range(1_000_000))
+    yield {Color.RED: {model: model}}
+    yield frozenset([1])
+    yield memoryview(b"1")
+    yield sys.stderr
+    yield functools.cache(len)
+
+
+def test_attributes_of_any_kind():
+    x, log = torch.randn(ROWS), []
+    for i in range(18):
+        model = net()
+        vars(model)["odd"] = value = list(odd_attributes(model))[i]
+        model[1].closes = Closes(log)
+        before = vars(model).copy()
+        start = time.perf_counter()
+        activations_cuda.convert(model, x)
+        assert time.perf_counter() - start < 5
+        assert activations_cuda.converted(model) == {"ReLU6": 1}
+        assert vars(model).keys() == before.keys()
+        assert model.odd is value
+        assert not log
+        del model, value, before
+        gc.collect()
+        log.clear()
+
+
+class Gcn(nn.Sequential):
+    def forward(self, x):
+        return torch.sparse.mm(self.adj, super().forward(x))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors(layout):
+    model, x = Gcn(*net()), torch.randn(20, 8)
+    model.register_buffer("adj", torch.eye(20).to_sparse(layout=layout))
+    report = activations_cuda.memory_report(model, x)
+    assert report.after < report.before
+    after = saved_bytes(activations_cuda.convert(model, x), x)
+    assert after - saved_bytes(activations_cuda.revert(model), x) == report.after - report.before
+
+    inputs = torch.eye(20).to_sparse(layout=layout)
+    report = activations_cuda.memory_report(nn.Sequential(Multiplies()), inputs)
+    assert report.before > 0
+
+
+class Multiplies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 8))
+
+    def forward(self, x):
+        return torch.sparse.mm(x, self.weight)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("net"), name)
+
+    def forward(self, x):
+        return self.net(x.permute(0, 3, 1, 2) / 255)
+
+
+def test_a_wrapper_that_delegates_to_a_compiled_part():
+    inner = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU6())
+    wrapper, x = Wrapper(torch.compile(inner, backend="eager")), torch.zeros(2, 16, 16, 3)
+    wrapper(x)
+    activations_cuda.convert(wrapper, x)
+    assert activations_cuda.converted(wrapper) == {"ReLU6": 1}
+    wrapper(x)
+
+
+def test_wrappers_that_hide_the_model(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+        with pytest.raises(TypeError, match="convert: expected a model that isn't wrapped yet, got FullyShardedDataParallel"):
+            activations_cuda.convert(model, torch.randn(ROWS))
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+        model(torch.randn(ROWS)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(TypeError, match=r"convert: expected a torch.nn.Module of Python code, got one of TorchScript"):
+        activations_cuda.convert(torch.jit.script(net()))
+
+
+def hooked(module):
+    """As accelerate does it: a forward of the instance's own, which calls the one of its class, as it was."""
+    module._old_forward = module.forward
+
+    def new_forward(module, *args):
+        return module._old_forward(*args)
+
+    module.forward = functools.partial(new_forward, module)
+
+
+class Calls(nn.Module):
+    def forward(self, x):
+        return F.relu6(x)
+
+
+@pytest.mark.parametrize("make", [nn.ReLU6, Calls])
+def test_a_forward_of_the_instances_own(make):
+    x = torch.randn(ROWS, requires_grad=True)
+    model = nn.Sequential(nn.LayerNorm(8), make())
+    hooked(model[1])
+    before = saved_bytes(model, x)
+    activations_cuda.convert(model, x)
+    assert saved_bytes(model, x) < before
+    assert saved_bytes(activations_cuda.revert(model), x) == before
+
+    model = activations_cuda.convert(nn.Sequential(nn.LayerNorm(8), make()), x)
+    hooked(model[1])
+    assert saved_bytes(activations_cuda.revert(model), x) == before
+
+    module = make()
+    forward = module.forward
+    module.forward = lambda x: forward(x)
+    model = nn.Sequential(nn.LayerNorm(8), module)
+    with pytest.warns(UserWarning, match="nothing to convert.*called where it can't be replaced"):
+        activations_cuda.convert(model, x)
+    assert not activations_cuda.converted(model)
+
+
+def test_a_revert_that_an_instances_forward_hides():
+    x = torch.randn(ROWS, requires_grad=True)
+    model = activations_cuda.convert(nn.Sequential(nn.LayerNorm(8), nn.ReLU6()), x)
+    forward = model[1].forward
+    model[1].forward = lambda x: forward(x)
+    with pytest.warns(UserWarning, match="revert: 1: a forward that was set on the module"):
+        activations_cuda.revert(model)
+
+
+def test_an_activation_that_two_models_share():
+    act, x = nn.ReLU6(), torch.randn(ROWS)
+    one, other = (nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), act) for _ in range(2))
+    activations_cuda.convert(one, x)
+    assert activations_cuda.converted(one) == {"ReLU6": 1}
+    assert not activations_cuda.converted(other)
+    one.eval()
+    assert not one[2].training
+    assert_same_step(copy.deepcopy(one), activations_cuda.revert(copy.deepcopy(one)), x)
+    assert activations_cuda.revert(one)[2] is act
+
+
+SOURCE = """
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        return F.relu6(super().forward(x)) * FACTOR
+"""
+
+
+def test_a_module_that_is_reloaded(tmp_path, monkeypatch):
+    """As IPython's %autoreload 2 does it: the old class's functions get the new code."""
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "reloaded.py"
+    path.write_text(SOURCE.replace("FACTOR", "1"))
+    reloaded = importlib.import_module("reloaded")
+    before, x = vars(reloaded).keys() - {"__warningregistry__"}, torch.randn(ROWS)
+    model = activations_cuda.convert(reloaded.Net(nn.Linear(8, 8), nn.LayerNorm(8)), x)
+    assert vars(reloaded).keys() == before
+    expected, old = model(x), reloaded.Net
+    path.write_text(SOURCE.replace("FACTOR", "20"))
+    importlib.reload(reloaded)
+    old.forward.__code__ = reloaded.Net.forward.__code__
+    assert torch.equal(model(x), expected * 20)
+    assert activations_cuda.converted(model) == {"Net": 1}
+
+
+def test_bound_methods_are_pickled():
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    class Local(nn.Sequential):
+        def forward(self, x):
+            return F.relu6(super().forward(x))
+
+    x = torch.randn(ROWS)
+    model = activations_cuda.convert(Local(nn.Linear(8, 8), nn.LayerNorm(8)), x)
+    forward = cloudpickle.loads(cloudpickle.dumps(model.forward))
+    assert torch.equal(forward(x), model(x))
+    act = activations_cuda.convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), Calls()), x)[2]
+    assert torch.equal(pickle.loads(pickle.dumps(act.forward))(x), F.relu6(x))
+
+
+def test_what_pays_nowhere_is_a_warning():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(ROWS)
+    with pytest.warns(UserWarning, match="GELU left alone: saves less in bfloat16 and float16 only: call convert under"):
+        activations_cuda.convert(model, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        activations_cuda.convert(model, x)
+    assert activations_cuda.converted(model) == {"GELU": 1}
+
+
+def test_says_what_it_did_where_nobody_logs():
+    program = """
+        import torch, activations_cuda
+        from torch import nn
+        activations_cuda.convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU6()), torch.randn(64, 8))
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert run.stderr.strip() == "convert: 1 ReLU6 converted"
+
+
+def test_symbolic_traces_hold_pytorchs_ops():
+    model = activations_cuda.convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), Calls()), torch.randn(ROWS))
+    traced = torch.fx.symbolic_trace(model[2])
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [F.relu6]
