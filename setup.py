@@ -82,7 +82,7 @@ def check_compiler():
 
 
 def why_not_cuda(toolkit):
-    """The reason and its mend, or None."""
+    """Why, and how to fix it, or None."""
     if flag("FORCE_CPU"):
         return "FORCE_CPU is set", "unset it"
     if torch.version.cuda is None:
@@ -221,7 +221,7 @@ COMPILE_ARGS = {
     ],
     "nvcc": ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden", "--ptxas-options=-v,--warn-on-spills"],
 }
-KERNELS = {"libfastact_cpu": "csrc/cpu/*.cpp", "libfastact_cuda": "csrc/cuda/*.cu"}
+KERNELS = {"libfastact_cpu": "csrc/*/cpu/*.cpp", "libfastact_cuda": "csrc/*/cuda/*.cu"}
 
 
 def extension(name, sources, root, cuda, libraries=(), library_dirs=(), link_args=()):
@@ -232,7 +232,7 @@ def extension(name, sources, root, cuda, libraries=(), library_dirs=(), link_arg
         libraries = [*libraries, "cudart"]
     return Extension(
         f"activations_cuda.{name}",
-        sorted(glob(sources)),
+        sorted(glob(sources, recursive=True)),
         include_dirs=list(map(str, include_dirs)),
         library_dirs=list(map(str, library_dirs)),
         libraries=list(libraries),
@@ -254,7 +254,7 @@ def binding_extension(binding):
         kernels += ["libfastact_cuda"]
     return extension(
         f"{binding.folder}._C",
-        "csrc/binding/*.cpp",
+        "csrc/binding/**/*.cpp",
         binding.root,
         binding.cuda,
         libraries,

@@ -4,8 +4,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include "activations.h"
-#include "kernels.h"
+#include "layout.h"
 
 namespace fastact {
 
@@ -29,18 +28,6 @@ auto with_type(Dtype dtype, const Function& function) {
     default:
       return with_half_type(dtype, function);
   }
-}
-
-// Calls function(activation) with the struct that lies there.
-template <Device device, class scalar_t, class Function>
-auto with_activation(Formula formula, const void* activation, const Function& function) {
-  switch (formula) {
-#define ACTIVATION(op, overload, F, parameters, in_pytorch) \
-  case Formula::F:                                          \
-    return function(*static_cast<const F<scalar_t, device>*>(activation));
-#include "family.def"
-  }
-  __builtin_unreachable();
 }
 
 }  // namespace fastact

@@ -49,21 +49,22 @@ class Mutant:
         return self.what
 
 
-ACTIVATIONS = "csrc/activations.h"
+ACTIVATIONS = "csrc/bits/activations.h"
 STRIDES = "csrc/binding/strides.h"
-ARGUMENTS = "csrc/binding/arguments.h"
-AUTOGRAD = "csrc/binding/autograd.cpp"
-MASK = "csrc/mask.h"
-PACKED = "csrc/binding/packed.h"
-CPU_BLOCK = "csrc/cpu/block.h"
-CPU_BACKWARD = "csrc/cpu/backward.cpp"
-CUDA = "csrc/cuda/kernels.cu"
-ACCESS = "csrc/cuda/access.cuh"
-CODE = "csrc/code.h"
-TABLES = "csrc/binding/tables.cpp"
-ENCODE = "csrc/binding/encode.cpp"
-CPU_LOOKUP = "csrc/cpu/lookup.cpp"
-CUDA_LOOKUP = "csrc/cuda/lookup.cu"
+ARGUMENTS = "csrc/binding/bits/arguments.h"
+AUTOGRAD = "csrc/binding/bits/autograd.cpp"
+MASK = "csrc/bits/mask.h"
+LAUNCH = "csrc/binding/bits/launch.h"
+DEVICES = "csrc/binding/devices.h"
+CPU_BLOCK = "csrc/bits/cpu/block.h"
+CPU_BACKWARD = "csrc/bits/cpu/backward.cpp"
+CUDA = "csrc/bits/cuda/kernels.cu"
+ACCESS = "csrc/access.cuh"
+CODE = "csrc/codes/code.h"
+TABLES = "csrc/binding/codes/tables.cpp"
+CODE_LAUNCH = "csrc/binding/codes/launch.cpp"
+CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
+CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 
 UNBROKEN = Mutant("nothing is broken", MASK, "kMaskBits = 8", "kMaskBits = 8")
 
@@ -90,7 +91,7 @@ SHARED = [
     Mutant("no byte for the last bits", MASK, "(numel + (kMaskBits - 1)) / kMaskBits", "numel / kMaskBits"),
     Mutant(
         "a mask is leaked",
-        PACKED,
+        LAUNCH,
         "run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);",
         "run<Op, Backend>(self, output, mutable_data<uint8_t>(*new at::Tensor(mask)), parameters...);",
     ),
@@ -109,8 +110,8 @@ ON = {
         Mutant("rows without their pitch", CPU_BLOCK, "row * rows.pitch + column", "row * rows.length + column"),
         Mutant("a walk that doesn't go back", CPU_BACKWARD, "      offset -= at[dim] * walk.grad[dim];\n", ""),
         Mutant("a walk in steps of one", CPU_BACKWARD, "grad[offset + k * walk.grad[0]]", "grad[offset + k]"),
-        Mutant("the last block is left out", PACKED, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
-        Mutant("a thread begins one late", PACKED, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),
+        Mutant("the last block is left out", LAUNCH, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
+        Mutant("a thread begins one late", LAUNCH, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),
         Mutant("an input of its neighbour's number", CPU_LOOKUP, "of_group.get(i)", "of_group.get(0)"),
         Mutant("the tail is not decoded", CPU_LOOKUP, "i < n; ++i) {\n        x[", "i + 1 < n; ++i) {\n        x["),
         Mutant("hardsigmoid: a sixth as on CUDA", ACTIVATIONS, "return x / T(6);", "return x * T(1.0f / 6.0f);"),
@@ -154,18 +155,6 @@ ON = {
         Mutant("a second group has the first one's inputs", CUDA_LOOKUP, "(bytes[k])", "(bytes[0])"),
         Mutant("a second group has the first one's outputs", CUDA_LOOKUP, "(outputs[k])", "(outputs[0])"),
         Mutant("a walk without its place in the group", CUDA_LOOKUP, "numbers.get(place % kGroup)", "numbers.get(i)"),
-        Mutant(
-            "codes on the default stream",
-            ENCODE,
-            "tables.bits, output.numel(), stream)",
-            "tables.bits, output.numel(), nullptr)",
-        ),
-        Mutant(
-            "code_backward on the default stream",
-            ENCODE,
-            "tables.bits, to, output.numel(),\n                     stream)",
-            "tables.bits, to, output.numel(),\n                     nullptr)",
-        ),
         Mutant("PyTorch is not asked", TABLES, "if (tables && !agrees_with_pytorch(", "if (false && !agrees_with_pytorch("),
         Mutant("NaN is clamped by the GPU", ACTIVATIONS, "max.NaN.f32", "max.f32"),
         Mutant("the tail is one too long", ACCESS, "return first + size <= n;", "return first + size <= n + 1;"),
@@ -193,11 +182,8 @@ ON = {
         Mutant("32-bit indices", ACCESS, "return (piece *", "return static_cast<int>(piece *"),
         Mutant("a slope of 0 multiplies", CUDA, "slope == 0 ? scalar_t(0) : scaled", "scaled"),
         Mutant("outside keeps nothing, whatever the slope", CUDA, "inside == 1 && outside == 0", "inside == 1"),
-        Mutant("forward on the default stream", PACKED, "mask, n, c10::cuda::getCurrentCUDAStream()", "mask, n, nullptr"),
-        Mutant(
-            "backward on the default stream", PACKED, "outside, n, c10::cuda::getCurrentCUDAStream()", "outside, n, nullptr"
-        ),
-        Mutant("no guard for the device", PACKED, "const c10::cuda::CUDAGuard guard(output.device());", ""),
+        Mutant("kernels on the default stream", DEVICES, "kernel(c10::cuda::getCurrentCUDAStream())", "kernel(nullptr)"),
+        Mutant("no guard for the device", DEVICES, "const c10::cuda::CUDAGuard guard(on.device());", ""),
         Mutant("a mask on any device", ARGUMENTS, "mask.device() == grad.device()", "true"),
     ],
 }

@@ -259,7 +259,7 @@ def test_an_sdist_is_made_without_torch_and_found_by_name(tmp_path):
     assert sdist.name == f"activations_cuda-{activations_cuda.__version__}.tar.gz"
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    assert {"csrc/family.def", "csrc/cuda/kernels.cu", "tests/family.py", "README.md", "LICENSE", "CHANGELOG.md"} <= names
+    assert {"csrc/family.def", "csrc/bits/cuda/kernels.cu", "tests/family.py", "README.md", "LICENSE", "CHANGELOG.md"} <= names
     assert {f"activations_cuda/{name}" for name in ("py.typed", "_C.pyi", "_build.pyi")} <= names
 
     options = ("--no-build-isolation", "--no-deps", "--no-index", "--find-links", str(tmp_path))

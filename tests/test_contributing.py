@@ -51,9 +51,9 @@ class Tree:
 @FROM_SOURCE
 def test_new_members(tmp_path):
     tree = Tree(tmp_path)
-    piecewise_linear = "csrc/activations.h", "}  // namespace fastact", "\n// Smooth:", "]\nA_FEW"
+    piecewise_linear = "csrc/bits/activations.h", "}  // namespace fastact", "\n// Smooth:", "]\nA_FEW"
     tree.add("relu_n", "A new piecewise-linear member", *piecewise_linear)
-    smooth = "csrc/binding/smooth.h", "// The activation with this name", "\n#undef ACTIVATION", "]\nHALF_TYPES"
+    smooth = "csrc/binding/codes/activations.h", "// The activation with this name", "\n#undef ACTIVATION", "]\nHALF_TYPES"
     tree.add("swish", "A new smooth member", *smooth)
     install(tree.root, tree.site, FORCE_CPU="1")
 

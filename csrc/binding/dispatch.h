@@ -4,7 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
-#include "packed.h"
+#include "devices.h"
 
 namespace fastact {
 
@@ -25,7 +25,7 @@ inline bool is_plain(const at::Tensor& tensor) {
   return keys == DispatchKeySet(DispatchKey::CPU) || keys == DispatchKeySet(DispatchKey::CUDA);
 }
 
-// Goes on below autograd: for a plain tensor that nobody watches (e.g. a dispatch mode) with kernel(backend), which the
+// Continues below autograd: for a plain tensor that nobody watches (e.g. a dispatch mode) with kernel(backend), which the
 // dispatcher would call next and need not look up again; else with redispatch(keys).
 template <class Kernel, class Redispatch>
 auto below_autograd(DispatchKeySet keys, const Kernel& kernel, const Redispatch& redispatch) {

@@ -8,9 +8,9 @@
 #include <tuple>
 #include <type_traits>
 
-#include "../activations.h"
-#include "../kernels.h"
-#include "smooth.h"
+#include "../bits/activations.h"
+#include "../bits/kernels.h"
+#include "codes/activations.h"
 
 namespace fastact {
 

@@ -13,10 +13,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "autograd.h"
+#include "bits/autograd.h"
 #include "family.h"
 #include "find.h"
-#include "smooth_autograd.h"
+#include "codes/autograd.h"
 
 #if defined(FASTACT_CUDA)
 #include <cuda.h>

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "../kernels.h"
+#include "../layout.h"
 
 namespace fastact {
 
@@ -38,7 +38,7 @@ inline at::DimVector elementwise_strides(at::IntArrayRef sizes, at::IntArrayRef 
           .strides());
 }
 
-// Whether two strides mean the same elements; of a dimension of size 1 they may say what they like.
+// Whether two strides mean the same elements. The strides of dimensions of size 1 are ignored.
 inline bool agree(at::IntArrayRef sizes, at::IntArrayRef strides, at::IntArrayRef others) {
   for (size_t dim = 0; dim < sizes.size(); ++dim) {
     if (sizes[dim] != 1 && strides[dim] != others[dim]) {

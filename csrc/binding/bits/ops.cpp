@@ -14,11 +14,11 @@
 #include "arguments.h"
 #include "autograd.h"
 #include "composite.h"
-#include "dispatch.h"
-#include "family.h"
-#include "find.h"
-#include "older_torch.h"
-#include "packed.h"
+#include "../dispatch.h"
+#include "../family.h"
+#include "../find.h"
+#include "../older_torch.h"
+#include "launch.h"
 
 namespace fastact {
 namespace {
@@ -47,13 +47,13 @@ struct Implementation {
   }
 
   // Whether PyTorch's op is the whole answer, its derivative included.
-  static bool is_pytorchs(const Tensor& self, Parameters... parameters) {
-    return belongs_to_pytorch<Op>(self, parameters...) || !is_strided_or_jagged(self);
+  static bool composite_falls_back(const Tensor& self, Parameters... parameters) {
+    return falls_back<Op>(self, parameters...) || !is_strided_or_jagged(self);
   }
 
   static Tensor composite(const Tensor& self, Parameters... parameters) {
     if constexpr (is_composed<Op>) {
-      if (!is_pytorchs(self, parameters...)) {
+      if (!composite_falls_back(self, parameters...)) {
         return composed<Op>(self, parameters...);
       }
     }
@@ -61,7 +61,7 @@ struct Implementation {
   }
 
   static Tensor autograd_composite(const Tensor& self, Parameters... parameters) {
-    if (!needs_derivative(self) || is_pytorchs(self, parameters...)) {
+    if (!needs_derivative(self) || composite_falls_back(self, parameters...)) {
       return composite(self, parameters...);
     }
     const bool by_output = typename Op::template Activation<double>(parameters...).output_tells();
@@ -78,7 +78,7 @@ struct Implementation {
     // PyTorch's op saves its input for backward, and that is about to be written to; so it does below a transform of functorch.
     constexpr DispatchKeySet transforms({DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched});
     const bool is_transformed = self.key_set().has_any(transforms);
-    const bool keeps_input = is_transformed || is_pytorchs(self, parameters...);
+    const bool keeps_input = is_transformed || composite_falls_back(self, parameters...);
     check_inplace(self);
     const Tensor output = autograd_composite(keeps_input ? self.clone() : self, parameters...);
     if (may_forget_history(self)) {
@@ -111,7 +111,7 @@ struct Implementation {
 
   template <class Backend>
   static Tensor packed(const Tensor& self, Parameters... parameters) {
-    if (belongs_to_pytorch<Op>(self, parameters...)) {
+    if (falls_back<Op>(self, parameters...)) {
       return pytorch<Op>(self, parameters...);
     }
     return fastact::packed<Op, Backend>(self, parameters...);
@@ -119,7 +119,7 @@ struct Implementation {
 
   template <class Backend>
   static Tensor& packed_inplace(Tensor& self, Parameters... parameters) {
-    if (belongs_to_pytorch<Op>(self, parameters...)) {
+    if (falls_back<Op>(self, parameters...)) {
       return composite_inplace(self, parameters...);
     }
     fastact::packed_inplace<Op, Backend>(self, parameters...);
@@ -140,7 +140,7 @@ struct Implementation {
   }
 
   static Tensor autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
-    if (!is_plain(self) || belongs_to_pytorch<Op>(self, parameters...)) {
+    if (!is_plain(self) || falls_back<Op>(self, parameters...)) {
       return autograd_composite(self, parameters...);
     }
     if (needs_derivative(self)) {
@@ -160,7 +160,7 @@ struct Implementation {
   }
 
   static Tensor& autograd_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
-    if (!is_plain(self) || belongs_to_pytorch<Op>(self, parameters...)) {
+    if (!is_plain(self) || falls_back<Op>(self, parameters...)) {
       return composite_inplace(self, parameters...);
     }
     check_inplace(self);
@@ -329,7 +329,7 @@ void define(torch::Library& library) {
 
 TORCH_LIBRARY(fastact, library) {
 #define ACTIVATION(op, overload, F, parameters, in_pytorch) define<F##Op>(library);
-#include "../family.def"
+#include "../../family.def"
   library.def(
       "masked_scale(Tensor grad, Tensor mask, float inside, float outside, *, SymInt[]? mask_strides=None, "
       "SymInt[]? strides=None) -> Tensor");

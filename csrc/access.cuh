@@ -1,7 +1,7 @@
 // How a GPU kernel finds what it reads and writes: vectors of 16 bytes, aligned or not, rows, and walks.
 #pragma once
 
-#include "../kernels.h"
+#include "layout.h"
 
 namespace fastact::cuda {
 namespace {

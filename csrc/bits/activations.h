@@ -17,8 +17,8 @@
 #include <limits>
 #include <type_traits>
 
-#include "host_device.h"
-#include "torch_version.h"
+#include "../host_device.h"
+#include "../torch_version.h"
 
 namespace fastact {
 
@@ -108,8 +108,21 @@ struct Activation {
   bool output_tells() const { return false; }
 };
 
+// Where the process has the CPU flush subnormals (torch.set_flush_denormal), so does PyTorch's relu. A comparison alone would
+// pass them; a product flushes, with a 1 that the compiler can't see.
+template <class T, Device device>
+struct Flushing {
+  T one = 1;
+
+  T flushed(T x) const { return x * one; }
+};
+template <class T>
+struct Flushing<T, Device::cuda> {
+  FASTACT_HOST_DEVICE T flushed(T x) const { return x; }
+};
+
 template <class scalar_t, Device device>
-struct Relu : Activation {
+struct Relu : Activation, Flushing<opmath_t<scalar_t>, device> {
   using T = opmath_t<scalar_t>;
 
   static constexpr Saves saves = Saves::output;
@@ -124,7 +137,7 @@ struct Relu : Activation {
   }
   template <class X>
   FASTACT_HOST_DEVICE X operator()(const X& x) const {
-    return clamp(x, T(0), std::numeric_limits<T>::infinity());
+    return clamp(this->flushed(x), T(0), std::numeric_limits<T>::infinity());
   }
 };
 

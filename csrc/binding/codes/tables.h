@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "smooth.h"
+#include "activations.h"
 
 namespace fastact {
 

@@ -17,9 +17,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "../activations.h"
-#include "../mask.h"
-#include "family.h"
+#include "../../bits/activations.h"
+#include "../../bits/mask.h"
+#include "../family.h"
 
 namespace fastact {
 

@@ -14,7 +14,6 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/util/SmallVector.h>
 #include <pthread.h>
 #include <torch/version.h>
 
@@ -24,23 +23,17 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <unordered_map>
 #include <vector>
 
-#include "../code.h"
-#include "../lookup.h"
-#include "arguments.h"
-#include "encode.h"
-
-#if defined(FASTACT_CUDA)
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "../../codes/code.h"
+#include "../../codes/kernels.h"
+#include "../../codes/numbering.h"
+#include "../devices.h"
+#include "../dtypes.h"
+#include "launch.h"
 
 namespace fastact {
 namespace {
-
-constexpr int kPatterns = 1 << 16;
 
 // Runs ATen's ops as they are: nobody watches, traces or differentiates them.
 class Unwatched {
@@ -71,116 +64,10 @@ std::vector<T> to_vector(const Tensor& tensor) {
   return std::vector<T>(values, values + here.numel());
 }
 
-using Patterns = std::vector<uint16_t>;
-constexpr uint16_t kNaN = 0x7fff;  // which stands for any other
-
 Patterns with_one_nan(const Tensor& tensor) {
   return to_vector<uint16_t>(at::where(
       tensor.isnan(), at::scalar_tensor(int16_t{kNaN}, at::dtype(at::kShort).device(tensor.device())),
       tensor.view(at::kShort)));
-}
-
-// What one function is on all inputs, in each way that PyTorch has of computing it.
-using Variants = std::vector<Patterns>;
-
-// The outputs of an input, each once.
-c10::SmallVector<uint16_t, 4> outputs_of(const Variants& variants, int x) {
-  c10::SmallVector<uint16_t, 4> outputs;
-  for (const Patterns& variant : variants) {
-    if (std::find(outputs.begin(), outputs.end(), variant[x]) == outputs.end()) {
-      outputs.push_back(variant[x]);
-    }
-  }
-  return outputs;
-}
-
-// Numbers the inputs that share an output, with the same numbers in all variants. If an output has more inputs than there are
-// numbers, inputs with the same derivative share one as soon as the others are needed. Empty if there are too few numbers.
-Patterns number(const Variants& variants, const std::vector<uint64_t>& derivatives, int numbers) {
-  std::vector<int> inputs_of(kPatterns);  // by output
-  for (int x = 0; x < kPatterns; ++x) {
-    for (const uint16_t y : outputs_of(variants, x)) {
-      ++inputs_of[y];
-    }
-  }
-  const auto is_crowded = [&](uint16_t y) { return inputs_of[y] > numbers; };
-
-  // Of crowded outputs: the first number that each derivative got, -1 as long as it has none, and how many more numbers there
-  // are than derivatives that wait for one.
-  std::unordered_map<uint64_t, int> number_of;
-  std::vector<int> spare(kPatterns, numbers);
-  const auto with_derivative = [&](uint16_t y, int x) { return derivatives[x] ^ (y + uint64_t{1}) * 0x9e3779b97f4a7c15; };
-  for (int x = 0; x < kPatterns; ++x) {
-    for (const uint16_t y : outputs_of(variants, x)) {
-      if (is_crowded(y) && number_of.try_emplace(with_derivative(y, x), -1).second) {
-        --spare[y];
-      }
-    }
-  }
-
-  const int words = (numbers + 63) / 64;
-  std::vector<uint64_t> used(static_cast<size_t>(kPatterns) * words);  // bits, by output and number
-  std::unordered_map<uint32_t, uint64_t> derivative_of;  // by output and number, where an input has a crowded output
-  const auto key = [](uint16_t y, int n) { return static_cast<uint32_t>(y) << 16 | static_cast<uint32_t>(n); };
-  const auto is_used = [&](uint16_t y, int n) { return (used[size_t{y} * words + n / 64] >> (n % 64)) & 1; };
-
-  Patterns result(kPatterns);
-  for (int x = 0; x < kPatterns; ++x) {
-    struct Output {
-      uint16_t y;
-      bool crowded, has_room;  // for a number that none of its inputs has
-    };
-    c10::SmallVector<Output, 4> outputs;
-    int shared = 0;
-    bool crowded = false, have_room = true;
-    for (const uint16_t y : outputs_of(variants, x)) {
-      const int known = is_crowded(y) ? number_of.at(with_derivative(y, x)) : -1;
-      const Output output = {y, is_crowded(y), known < 0 || spare[y] > 0};
-      outputs.push_back(output);
-      crowded |= output.crowded;
-      have_room &= output.has_room;
-      shared = output.has_room ? shared : known;
-    }
-    // The first from `start` on that every output may take: a new number, or if it may be shared, one with this derivative.
-    const auto find = [&](int start, bool may_share) {
-      for (int i = 0; i < numbers; ++i) {
-        const int n = (start + i) % numbers;
-        const bool fits = std::all_of(outputs.begin(), outputs.end(), [&](const Output& output) {
-          if (!is_used(output.y, n)) {
-            return output.has_room;
-          }
-          const auto found = may_share ? derivative_of.find(key(output.y, n)) : derivative_of.end();
-          return found != derivative_of.end() && found->second == derivatives[x];
-        });
-        if (fits) {
-          return n;
-        }
-      }
-      return -1;
-    };
-    int chosen = have_room ? find(0, /*may_share=*/false) : -1;
-    if (chosen < 0) {
-      chosen = find(shared, /*may_share=*/true);
-    }
-    if (chosen < 0) {
-      return {};
-    }
-    for (const Output& output : outputs) {
-      if (is_used(output.y, chosen)) {
-        continue;
-      }
-      used[size_t{output.y} * words + chosen / 64] |= uint64_t{1} << (chosen % 64);
-      if (crowded) {
-        derivative_of[key(output.y, chosen)] = derivatives[x];
-      }
-      if (output.crowded) {
-        int& known = number_of.at(with_derivative(output.y, x));
-        known < 0 ? known = chosen : --spare[output.y];
-      }
-    }
-    result[x] = static_cast<uint16_t>(chosen);
-  }
-  return result;
 }
 
 // Whether two tensors have the same bits, but for the payload of NaN.
@@ -322,26 +209,9 @@ bool shows_all_variants(at::Device device) {
   return !device.is_cpu() || at::globalContext().userEnabledMkldnn();
 }
 
-bool is_capturing(at::Device device) {
-#if defined(FASTACT_CUDA)
-  if (device.is_cuda()) {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  }
-#endif
-  return false;
-}
-
 // Held while tables are made. A process that forks may leave the thread that holds it behind.
 std::mutex making;
 [[maybe_unused]] const int released_after_fork = pthread_atfork(nullptr, nullptr, [] { new (&making) std::mutex; });
-
-void synchronize(at::Device device) {
-#if defined(FASTACT_CUDA)
-  if (device.is_cuda()) {
-    c10::cuda::getCurrentCUDAStream(device.index()).synchronize();  // other streams read the tables from now on
-  }
-#endif
-}
 
 }  // namespace
 
@@ -364,9 +234,9 @@ const Tables* tables_for(const Smooth& activation, const Tensor& self) {
       if (!tables) {
         TORCH_WARN(
             "activations_cuda ", FASTACT_VERSION, ": the gradient of torch ", TORCH_VERSION, "'s ", activation.name, " in ",
-            dtype, " on ", device, " isn't what its kernels compute, so PyTorch's op serves");
+            dtype, " on ", device, " isn't what its kernels compute, falling back to PyTorch's op");
       }
-      synchronize(device);
+      synchronize(device);  // other streams read the tables from now on
       slot.tables = tables.release();
       slot.is_filled.store(true, std::memory_order_release);
     }

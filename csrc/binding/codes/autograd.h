@@ -5,7 +5,7 @@
 
 #include <typeinfo>
 
-#include "smooth.h"
+#include "activations.h"
 
 namespace fastact {
 

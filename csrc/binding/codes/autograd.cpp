@@ -1,4 +1,4 @@
-#include "smooth_autograd.h"
+#include "autograd.h"
 
 #include <ATen/ops/alias.h>
 #include <ATen/ops/empty_strided.h>
@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "encode.h"
-#include "find.h"
-#include "node.h"
+#include "launch.h"
+#include "../find.h"
+#include "../node.h"
 
 namespace fastact {
 namespace {

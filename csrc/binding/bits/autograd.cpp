@@ -14,11 +14,11 @@
 #include <vector>
 
 #include "composite.h"
-#include "dispatch.h"
-#include "find.h"
-#include "node.h"
-#include "older_torch.h"
-#include "strides.h"
+#include "../dispatch.h"
+#include "../find.h"
+#include "../node.h"
+#include "../older_torch.h"
+#include "../strides.h"
 
 namespace fastact {
 namespace {

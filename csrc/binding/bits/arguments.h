@@ -8,31 +8,20 @@
 #include <string>
 #include <type_traits>
 
-#include "../activations.h"
-#include "../mask.h"
-#include "family.h"
-#include "find.h"
-#include "strides.h"
+#include "../../bits/activations.h"
+#include "../../bits/mask.h"
+#include "../dtypes.h"
+#include "../family.h"
+#include "../find.h"
+#include "../strides.h"
 
 namespace fastact {
-
-inline bool kernels_take(at::ScalarType dtype) {
-  return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
-}
 
 template <class... Parameters>
 std::string join(Parameters... parameters) {
   std::string text;
   ((text += (text.empty() ? "" : " and ") + c10::str(parameters)), ...);
   return text;
-}
-
-inline double largest(at::ScalarType dtype) {
-  const auto of = [](auto zero) { return static_cast<double>(std::numeric_limits<decltype(zero)>::max()); };
-  return dtype == at::kDouble     ? of(double())
-         : dtype == at::kHalf     ? of(c10::Half())
-         : dtype == at::kBFloat16 ? of(c10::BFloat16())
-                                  : of(float());
 }
 
 // Infinite parameters mean to the kernels what they mean to PyTorch. NaN does not, and beyond the range of the dtype PyTorch's
@@ -43,7 +32,7 @@ inline bool kernels_take(at::ScalarType dtype, double parameter) {
 
 // Whether PyTorch's own op must answer, since the kernels don't take this dtype or these parameters.
 template <class Op, class... Parameters>
-bool belongs_to_pytorch(const at::Tensor& self, Parameters... parameters) {
+bool falls_back(const at::Tensor& self, Parameters... parameters) {
   const auto dtype = self.scalar_type();
   return !(
       kernels_take(dtype) && Op::template Activation<double>::accepts(parameters...) &&

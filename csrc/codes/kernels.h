@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "kernels.h"
+#include "../layout.h"
 
 namespace fastact {
 

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "host_device.h"
+#include "../layout.h"
 
 #if defined(FASTACT_CUDA)
 #include <cuda_runtime_api.h>
@@ -19,28 +19,7 @@ namespace fastact {
 // An activation's struct, by name.
 enum class Formula {
 #define ACTIVATION(op, overload, F, parameters, in_pytorch) F,
-#include "family.def"
-};
-
-enum class Dtype { float64, float32, float16, bfloat16 };
-
-// Where the input's elements lie, in the order of the output's: rows of `length` elements that begin `pitch` apart.
-struct Rows {
-  int64_t length, pitch;
-
-  // Then it makes no difference where a row ends.
-  FASTACT_HOST_DEVICE bool dense() const { return length == pitch; }
-};
-
-// Where the elements of an output, in its memory order, have their gradient and their bit: dimension by dimension, the
-// innermost first, with the strides of both. A stride may be 0, for a gradient that is expanded. There is at least one
-// dimension.
-struct Walk {
-  // A tensor with more dimensions of two elements or more would not fit in memory.
-  static constexpr int kMaxDims = 48;
-
-  int dims;
-  int64_t size[kMaxDims], grad[kMaxDims], mask[kMaxDims];
+#include "../family.def"
 };
 
 #pragma GCC visibility push(default)

@@ -8,15 +8,15 @@
 #include <string>
 #include <tuple>
 
-#include "../code.h"
+#include "../../codes/code.h"
+#include "../bits/autograd.h"
+#include "../dispatch.h"
+#include "launch.h"
+#include "../family.h"
+#include "../find.h"
+#include "../older_torch.h"
 #include "autograd.h"
-#include "dispatch.h"
-#include "encode.h"
-#include "family.h"
-#include "find.h"
-#include "older_torch.h"
-#include "smooth_autograd.h"
-#include "strides.h"
+#include "../strides.h"
 
 namespace fastact {
 namespace {
@@ -236,7 +236,7 @@ void define(torch::Library& library) {
 
 TORCH_LIBRARY_FRAGMENT(fastact, library) {
 #define SMOOTH(op, F) define<F##Op>(library);
-#include "../family.def"
+#include "../../family.def"
   library.def(
       "code_backward(Tensor grad, Tensor output, Tensor code, str activation, *, SymInt[]? input_strides=None) -> Tensor");
 }

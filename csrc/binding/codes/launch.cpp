@@ -1,14 +1,18 @@
-#include "encode.h"
+#include "launch.h"
 
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 
 #include <utility>
 
-#include "../code.h"
-#include "../lookup.h"
-#include "packed.h"
-#include "strides.h"
+#include "../../codes/code.h"
+#include "../../codes/kernels.h"
+#include "../devices.h"
+#include "../dtypes.h"
+#include "../older_torch.h"
+#include "../strides.h"
 
 namespace fastact {
 namespace {
@@ -29,13 +33,7 @@ uint16_t* mutable_patterns(const Tensor& tensor) {
 }
 
 Tensor empty_code(const Tensor& like, int bits) {
-  const int64_t bytes = code_bytes(like.numel(), bits);
-#if defined(FASTACT_CUDA)
-  if (like.is_cuda()) {
-    return Cuda::empty_bytes(like, bytes);
-  }
-#endif
-  return Cpu::empty_bytes(like, bytes);
+  return empty_bytes(like, code_bytes(like.numel(), bits));
 }
 
 template <class Range>
@@ -50,16 +48,15 @@ void encode_into(const Tables& tables, const Tensor& self, const Tensor& output,
   }
 #if defined(FASTACT_CUDA)
   if (self.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(self.device());
     const Source source = source_of(self, output);
-    const auto stream = c10::cuda::getCurrentCUDAStream();
     const uint16_t* x = patterns(source.tensor);
     uint16_t* y = mutable_patterns(output);
-    Cuda::check_launch(
-        code.defined() ? cuda::encode(
-                             static_cast<const uint32_t*>(const_data(tables.entries)), x, source.rows, y,
-                             mutable_data<uint8_t>(code), tables.bits, output.numel(), stream)
-                       : cuda::look_up(patterns(tables.outputs), x, source.rows, y, output.numel(), stream));
+    Cuda::launch(output, [&](cudaStream_t stream) {
+      return code.defined() ? cuda::encode(
+                                  static_cast<const uint32_t*>(const_data(tables.entries)), x, source.rows, y,
+                                  mutable_data<uint8_t>(code), tables.bits, output.numel(), stream)
+                            : cuda::look_up(patterns(tables.outputs), x, source.rows, y, output.numel(), stream);
+    });
     return;
   }
 #endif
@@ -137,8 +134,9 @@ Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_co
   uint16_t* x = mutable_patterns(input);
 #if defined(FASTACT_CUDA)
   if (output.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(output.device());
-    Cuda::check_launch(cuda::decode(inputs, y, bytes, tables.bits, x, output.numel(), c10::cuda::getCurrentCUDAStream()));
+    Cuda::launch(output, [&](cudaStream_t stream) {
+      return cuda::decode(inputs, y, bytes, tables.bits, x, output.numel(), stream);
+    });
     return input;
   }
 #endif
@@ -153,19 +151,19 @@ namespace {
 template <class scalar_t>
 void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& code, const Tensor& result) {
   const auto slopes = by_number<float>(tables, tables.slopes, tables.direct);
-  const auto stream = c10::cuda::getCurrentCUDAStream();
   const auto* from = const_data<scalar_t>(grad);
   const auto* bytes = const_data<uint8_t>(code);
   auto* to = mutable_data<scalar_t>(result);
   const bool in_order =
       agree(output.sizes(), grad.strides(), output.strides()) && agree(output.sizes(), result.strides(), output.strides());
-  Cuda::check_launch(
-      in_order ? cuda::scale(
-                     dtype_of<scalar_t>, slopes, tables.factors, from, patterns(output), bytes, tables.bits, to, output.numel(),
-                     stream)
-               : cuda::scale(
-                     dtype_of<scalar_t>, slopes, tables.factors, from, walk_of(grad, output.strides(), result),
-                     patterns(output), bytes, tables.bits, to, output.numel(), stream));
+  Cuda::launch(output, [&](cudaStream_t stream) {
+    return in_order ? cuda::scale(
+                          dtype_of<scalar_t>, slopes, tables.factors, from, patterns(output), bytes, tables.bits, to,
+                          output.numel(), stream)
+                    : cuda::scale(
+                          dtype_of<scalar_t>, slopes, tables.factors, from, walk_of(grad, output.strides(), result),
+                          patterns(output), bytes, tables.bits, to, output.numel(), stream);
+  });
 }
 #endif
 
@@ -181,7 +179,6 @@ Tensor backward(
     const Tensor result = alike ? empty<Cuda>(grad, elementwise_format(grad))
                                 : Cuda::empty_strided(grad, elementwise_strides(grad.sizes(), grad.strides(), input_strides));
     if (result.numel() > 0) {
-      const c10::cuda::CUDAGuard guard(output.device());
       AT_DISPATCH_REDUCED_FLOATING_TYPES(
           output.scalar_type(), "code_backward", [&] { scale<scalar_t>(tables, grad, output, code, result); });
     }

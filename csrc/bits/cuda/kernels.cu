@@ -1,7 +1,8 @@
 // The GPU's kernels: a thread loads one 16-byte vector, computes, and stores one. Only where a tensor is small it does two.
+#include "../../access.cuh"
+#include "../../typed.h"
+#include "../formula.h"
 #include "../mask.h"
-#include "../typed.h"
-#include "access.cuh"
 
 namespace fastact::cuda {
 namespace {

@@ -1,6 +1,6 @@
 // The CPU's side of the smooth activations: value and gradient are PyTorch's own ops', so all there is to do is to find an
 // input again.
-#include "../lookup.h"
+#include "../kernels.h"
 
 #include "../code.h"
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "host_device.h"
+#include "../host_device.h"
 
 namespace fastact {
 

@@ -146,7 +146,7 @@ inline const Smooth* find_smooth(c10::string_view name) {
       return &each;                           \
     }                                         \
   }
-#include "../family.def"
+#include "../../family.def"
   return nullptr;
 }
 

@@ -5,7 +5,7 @@
 
 #include <typeinfo>
 
-#include "../activations.h"
+#include "../../bits/activations.h"
 
 namespace fastact {
 

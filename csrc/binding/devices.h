@@ -1,0 +1,114 @@
+// What knows a device's allocator and its streams.
+#pragma once
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+
+#include "../bits/activations.h"
+
+#if defined(FASTACT_CUDA)
+// Not ATen/cuda/CUDAContext.h: it needs the headers of cuSPARSE and cuBLAS, which a lean toolkit lacks.
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace fastact {
+
+// What differs between the devices. Memory comes from the allocators themselves: at 64 elements a call of at::empty_like through
+// the dispatcher is a tenth of the whole op.
+struct Cpu {
+  static constexpr Device device = Device::cpu;
+
+  static at::Tensor empty_format(const at::Tensor& like, at::MemoryFormat format) {
+    return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type(), /*pin_memory=*/false, format));
+  }
+
+  static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
+    return at::Tensor(at::detail::empty_strided_cpu(like.sizes(), strides, like.scalar_type()));
+  }
+
+  static at::Tensor empty_bytes(const at::Tensor&, int64_t bytes) {
+    return at::Tensor(at::detail::empty_cpu({bytes}, at::kByte));
+  }
+};
+
+#if defined(FASTACT_CUDA)
+struct Cuda {
+  static constexpr Device device = Device::cuda;
+
+  static at::Tensor empty_format(const at::Tensor& like, at::MemoryFormat format) {
+    return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), like.device(), format));
+  }
+
+  static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
+    return at::Tensor(at::detail::empty_strided_cuda(like.sizes(), strides, like.scalar_type(), like.device()));
+  }
+
+  static at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
+    return at::Tensor(at::detail::empty_cuda({bytes}, at::kByte, like.device(), std::nullopt));
+  }
+
+  // Calls kernel(stream), which launches one on the current stream of the tensor's device.
+  template <class Kernel>
+  static void launch(const at::Tensor& on, const Kernel& kernel) {
+    const c10::cuda::CUDAGuard guard(on.device());
+    check_launch(kernel(c10::cuda::getCurrentCUDAStream()));
+  }
+
+ private:
+  static void check_launch(cudaError_t error) {
+    if (error == cudaErrorNoKernelImageForDevice) {
+      int device, major, minor;
+      C10_CUDA_CHECK(cudaGetDevice(&device));
+      C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+      C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+      TORCH_CHECK(
+          false, "activations_cuda: expected code for this GPU, of compute capability ", major, ".", minor,
+          ", got a build for those in activations_cuda.build_info() alone; build it again with TORCH_CUDA_ARCH_LIST=", major,
+          ".", minor);
+    }
+    C10_CUDA_CHECK(error);
+  }
+};
+#endif
+
+// As at::empty_like.
+template <class Backend>
+at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
+  if (format != at::MemoryFormat::Preserve) {
+    return Backend::empty_format(like, format);
+  }
+  return like.is_non_overlapping_and_dense() ? Backend::empty_strided(like, like.strides()) : at::empty_like(like);
+}
+
+inline at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
+#if defined(FASTACT_CUDA)
+  if (like.is_cuda()) {
+    return Cuda::empty_bytes(like, bytes);
+  }
+#endif
+  return Cpu::empty_bytes(like, bytes);
+}
+
+inline bool is_capturing([[maybe_unused]] at::Device device) {
+#if defined(FASTACT_CUDA)
+  if (device.is_cuda()) {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
+#endif
+  return false;
+}
+
+inline void synchronize([[maybe_unused]] at::Device device) {
+#if defined(FASTACT_CUDA)
+  if (device.is_cuda()) {
+    c10::cuda::getCurrentCUDAStream(device.index()).synchronize();
+  }
+#endif
+}
+
+}  // namespace fastact
