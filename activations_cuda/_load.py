@@ -19,7 +19,7 @@ except ImportError:
 
 version = _build.version
 
-MEND = "pip install --no-build-isolation --force-reinstall --no-deps . in its source tree"
+FIX = "pip install --no-build-isolation --force-reinstall --no-deps . in its source tree"
 
 
 def _describe(torch_version: str, cuda: str | None) -> str:
@@ -49,7 +49,7 @@ def find_binding(running_torch: str, running_cuda: str | None) -> str:
     built = ", ".join(_describe(*binding) for binding in _build.bindings.values())
     raise ImportError(
         f"activations_cuda {version} was built for {built}, but {_describe(running_torch, running_cuda)} is installed. Build "
-        f"it for this torch: {MEND}"
+        f"it for this torch: {FIX}"
     )
 
 
@@ -58,7 +58,7 @@ def check_gpus(built_cuda: str | None) -> None:
     if built_cuda is None and torch.version.cuda is not None and torch.cuda.device_count() > 0:
         warnings.warn(
             f"activations_cuda {version} was built without CUDA: on this machine's GPU it computes by PyTorch's ops, and saves "
-            f"a byte per element. Build it with CUDA, which needs its toolkit: FORCE_CUDA=1 {MEND}",
+            f"a byte per element. Build it with CUDA, which needs its toolkit: FORCE_CUDA=1 {FIX}",
             stacklevel=2,
         )
 

@@ -39,7 +39,7 @@ def train(arguments, name, convert):
     model = timm.create_model(arguments.model, pretrained=arguments.pretrained, num_classes=10).to(arguments.device)
     if convert:
         with autocast(arguments):
-            activations_cuda.convert(model, example_inputs=example_inputs(arguments))
+            activations_cuda.convert(model, *example_inputs(arguments))
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
     on_gpu = torch.device(arguments.device).type == "cuda"
     if on_gpu:

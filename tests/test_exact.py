@@ -135,3 +135,20 @@ def test_a_slope_of_zero_is_no_multiplication(device):
     x = torch.tensor([-1.0, 1.0], device=device, requires_grad=True)
     (gradient,) = torch.autograd.grad(torch.ops.fastact.leaky_relu(x, 0.0), x, torch.tensor([float("inf"), 2.0], device=device))
     assert gradient.tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("row", FAMILY, ids=str)
+def test_subnormals_that_the_process_flushes(row, dtype, device):
+    """On the CPU. In bfloat16, PyTorch's vectorised loops flush them and the rest at their end doesn't."""
+    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    sign = torch.iinfo(bits).min
+    some = torch.arange(64, dtype=bits)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor can't flush subnormals")
+    try:
+        x = torch.cat([some, some + sign]).view(dtype).to(device)
+        for each in (x,) if dtype is torch.bfloat16 else (x, x[:7], x[1::2]):
+            assert_same(row(each), row.reference(each))
+    finally:
+        torch.set_flush_denormal(False)
