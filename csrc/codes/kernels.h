@@ -11,6 +11,10 @@
 
 #include "../layout.h"
 
+#if defined(FASTACT_CUDA)
+#include <cuda_runtime_api.h>
+#endif
+
 namespace fastact {
 
 // A table over the numbered inputs of all outputs: `list[first[output] + number]`. The CUDA kernels find the first kDirect
