@@ -91,8 +91,8 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         ours = self.functions.get(func)
-        # No tensors are what torch.fx traces with.
-        if ours is None or not all(issubclass(kind, Tensor) for kind in types):
+        # torch.fx traces with what is no tensor.
+        if ours is None or (types and not all(issubclass(kind, Tensor) for kind in types)):
             return func(*args, **kwargs)
         return ours(*args, **kwargs) if self.is_meant(ours, args, kwargs) else func(*args, **kwargs)
 

@@ -18,8 +18,8 @@
 
 namespace fastact {
 
-// What differs between the devices. Memory comes from the allocators themselves: at 64 elements a call of at::empty_like through
-// the dispatcher is a tenth of the whole op.
+// What differs between the devices. Memory comes from the allocators themselves: at 64 elements a call of at::empty_like
+// through the dispatcher is a tenth of the whole op.
 struct Cpu {
   static constexpr Device device = Device::cpu;
 

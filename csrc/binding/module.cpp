@@ -14,9 +14,9 @@
 #include <utility>
 
 #include "bits/autograd.h"
+#include "codes/autograd.h"
 #include "family.h"
 #include "find.h"
-#include "codes/autograd.h"
 
 #if defined(FASTACT_CUDA)
 #include <cuda.h>

@@ -13,12 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include "composite.h"
 #include "../dispatch.h"
 #include "../find.h"
 #include "../node.h"
 #include "../older_torch.h"
 #include "../strides.h"
+#include "composite.h"
 
 namespace fastact {
 namespace {

@@ -47,18 +47,16 @@ void run_backward(
 inline void run_forward(
     Cuda, const at::Tensor& output, Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y,
     uint8_t* mask, int64_t n) {
-  Cuda::launch(output, [=](cudaStream_t stream) {
-    return cuda::forward(formula, dtype, activation, x, rows, y, mask, n, stream);
-  });
+  Cuda::launch(
+      output, [=](cudaStream_t stream) { return cuda::forward(formula, dtype, activation, x, rows, y, mask, n, stream); });
 }
 
 template <class Where>
 void run_backward(
     Cuda, const at::Tensor& output, Dtype dtype, const void* grad, const Where& where, const uint8_t* mask, void* y,
     double inside, double outside, int64_t n) {
-  Cuda::launch(output, [&](cudaStream_t stream) {
-    return cuda::backward(dtype, grad, where, mask, y, inside, outside, n, stream);
-  });
+  Cuda::launch(
+      output, [&](cudaStream_t stream) { return cuda::backward(dtype, grad, where, mask, y, inside, outside, n, stream); });
 }
 #endif
 

@@ -11,13 +11,13 @@
 #include <utility>
 #include <vector>
 
-#include "arguments.h"
-#include "autograd.h"
-#include "composite.h"
 #include "../dispatch.h"
 #include "../family.h"
 #include "../find.h"
 #include "../older_torch.h"
+#include "arguments.h"
+#include "autograd.h"
+#include "composite.h"
 #include "launch.h"
 
 namespace fastact {

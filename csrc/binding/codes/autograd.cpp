@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "launch.h"
 #include "../find.h"
 #include "../node.h"
+#include "launch.h"
 
 namespace fastact {
 namespace {

@@ -134,9 +134,8 @@ Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_co
   uint16_t* x = mutable_patterns(input);
 #if defined(FASTACT_CUDA)
   if (output.is_cuda()) {
-    Cuda::launch(output, [&](cudaStream_t stream) {
-      return cuda::decode(inputs, y, bytes, tables.bits, x, output.numel(), stream);
-    });
+    Cuda::launch(
+        output, [&](cudaStream_t stream) { return cuda::decode(inputs, y, bytes, tables.bits, x, output.numel(), stream); });
     return input;
   }
 #endif

@@ -11,12 +11,12 @@
 #include "../../codes/code.h"
 #include "../bits/autograd.h"
 #include "../dispatch.h"
-#include "launch.h"
 #include "../family.h"
 #include "../find.h"
 #include "../older_torch.h"
-#include "autograd.h"
 #include "../strides.h"
+#include "autograd.h"
+#include "launch.h"
 
 namespace fastact {
 namespace {

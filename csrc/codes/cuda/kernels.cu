@@ -1,9 +1,9 @@
 // The GPU's kernels of the smooth activations: a thread has a group of eight elements, one vector, or in a large tensor two.
 #include "../kernels.h"
 
-#include "../code.h"
-#include "../../typed.h"
 #include "../../access.cuh"
+#include "../../typed.h"
+#include "../code.h"
 
 namespace fastact::cuda {
 namespace {
