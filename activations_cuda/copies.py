@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from activations_cuda.replacements import original_of
+from activations_cuda.replacements import original_of, subclass
 
 __all__ = ["Copier", "unwrapped"]
 
@@ -74,6 +74,16 @@ def _keeps_nothing(hook):
         return any(_is_of(kind, "torch.nn.utils.") for kind in type(hook).__mro__)
     variables = (hook.__globals__.get(name) for name in hook.__code__.co_names)
     return hook.__closure__ is None and all(type(value) in ATOMIC for value in variables)
+
+
+class _Unfinalized:
+    """In front of a module's class: what its finalizer would close is still the module's."""
+
+    def __init_subclass__(cls, **kwargs):
+        """Hides a hook of the module's class."""
+
+    def __del__(self):
+        pass
 
 
 def _empty(kind):
@@ -185,7 +195,8 @@ class Copier:
                     slot.__set__(copy, self._copy(slot.__get__(value)))
 
     def _module(self, module, kind):
-        copy = object.__new__(nn.Module if wrapped(module) is not None else original_of(kind))
+        own = nn.Module if wrapped(module) is not None else original_of(kind)
+        copy = object.__new__(subclass(_Unfinalized, own, {}) if hasattr(own, "__del__") else own)
 
         def fill():
             attributes = _containers_of(kind) | vars(module)

@@ -179,13 +179,16 @@ def _converted_class(original, names):
         "_fastact_original": original,
         "_fastact_names": names,
         "forward": functools.update_wrapper(forward, original.forward, updated=()),
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
     }
+    return subclass(Converted, original, members)
+
+
+def subclass(base: type, original: type, members: dict[str, Any]) -> type:
+    """A class derived from both, named as the original."""
+    named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     # Past a user's metaclass, which may check or register the classes that it makes. ABCMeta keeps state for each class.
     new = ABCMeta.__new__ if issubclass(type(original), ABCMeta) else type.__new__
-    return new(type(original), original.__name__, (Converted, original), members)
+    return new(type(original), original.__name__, (base, original), members | named)
 
 
 def original_of(kind: type) -> type:

@@ -1,6 +1,6 @@
 """Trains real models for a few steps on the GPU at hand, as they come and converted: step time and peak memory of both.
 
-Converted means convert(model, example_inputs=batch); some models are trained under torch.compile too, as they come. Writes
+Converted means convert(model, batch); some models are trained under torch.compile too, as they come. Writes
 benchmarks/results/<device>-models.json and draws it. Exits with 1 if a row misses its target, or if any loss or any weight of
 the first steps, by deterministic algorithms, differs. Names of models on the command line run those alone; the other models'
 results of the same commit stay.
@@ -171,7 +171,7 @@ MODELS = {
     ),
 }
 
-# At most this much of the time and of the memory of the model as it comes.
+# At most this much of the time and of the memory of the unmodified model.
 TARGETS = {
     ("mobilenet_v2", "float32"): (0.97, 0.72),
     ("mobilenet_v2", "bfloat16"): (0.97, 0.72),
@@ -223,7 +223,7 @@ def normal(shape, dtype=torch.float32):
 
 
 def both(model, dtype):
-    """The model as it comes, and converted, with the same weights."""
+    """The unmodified model, and the converted one, with the same weights."""
     torch.manual_seed(0)
     before = model.create().cuda().to(memory_format=torch.channels_last).train()
     with autocast(dtype):

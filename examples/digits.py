@@ -1,4 +1,4 @@
-"""Trains a small convolutional net on scikit-learn's handwritten digits, once as it comes and once converted.
+"""Trains a small convolutional net on scikit-learn's handwritten digits, once unmodified and once converted.
 
 Shows that the losses and weights are equal, bit for bit, and draws both loss curves and what autograd saves for backward.
 """
@@ -84,12 +84,12 @@ def train(model, steps, device, name):
 
 def plot(before, after, report, path):
     figure, (curves, bars) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    curves.plot(before, label="as it comes", color="tab:gray", linewidth=4)
+    curves.plot(before, label="unmodified", color="tab:gray", linewidth=4)
     curves.plot(after, label="converted", color="tab:blue", linewidth=1)
     curves.set(xlabel="step", ylabel="loss", title="the same losses, bit for bit")
     curves.legend()
     heights = [report.before / 2**20, report.after / 2**20]
-    bars.bar_label(bars.bar(["as it comes", "converted"], heights, color=["tab:gray", "tab:blue"]), fmt="%.1f MiB")
+    bars.bar_label(bars.bar(["unmodified", "converted"], heights, color=["tab:gray", "tab:blue"]), fmt="%.1f MiB")
     bars.set(title=f"saved for backward, batch of {BATCH}", ylabel="MiB")
     figure.savefig(path, dpi=110)
 
@@ -106,14 +106,14 @@ def main():
     model = Net().to(arguments.device)
     report = activations_cuda.memory_report(model, torch.empty(BATCH, 1, 8, 8))
     converted = activations_cuda.convert(copy.deepcopy(model))
-    before = train(model, arguments.steps, arguments.device, "as it comes")
+    before = train(model, arguments.steps, arguments.device, "unmodified")
     after = train(converted, arguments.steps, arguments.device, "converted")
 
     same_losses = torch.equal(before, after)
     same_weights = all(map(torch.equal, model.state_dict().values(), converted.state_dict().values()))
     plot(before, after, report, arguments.plot)
     print(f"last loss {after[-1]:.4f}; losses equal: {same_losses}; weights equal: {same_weights}")
-    print(f"saved for backward: {report.before / 2**20:.1f} MiB as it comes, {report.after / 2**20:.1f} MiB converted")
+    print(f"saved for backward: {report.before / 2**20:.1f} MiB unmodified, {report.after / 2**20:.1f} MiB converted")
     print(f"drawn: {arguments.plot}")
 
 

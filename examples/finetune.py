@@ -1,4 +1,4 @@
-"""Fine-tunes a model of timm in bfloat16 on scikit-learn's handwritten digits, once as it comes and once converted.
+"""Fine-tunes a model of timm in bfloat16 on scikit-learn's handwritten digits, once unmodified and once converted.
 
 Prints what both save for backward, on a GPU their peak memory too, and whether losses and weights are equal, bit for bit.
 """
@@ -75,7 +75,7 @@ def main():
     # Else PyTorch's own convolutions on a GPU differ from run to run. cuBLAS asks for the variable.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    before, weights_before, peak_before = train(arguments, "as it comes", convert=False)
+    before, weights_before, peak_before = train(arguments, "unmodified", convert=False)
     after, weights_after, peak_after = train(arguments, "converted", convert=True)
     with torch.device("meta"), autocast(arguments):
         model = timm.create_model(arguments.model, num_classes=10)
@@ -83,9 +83,9 @@ def main():
 
     same_weights = all(map(torch.equal, weights_before.values(), weights_after.values()))
     print(f"last loss {after[-1]:.4f}; losses equal: {torch.equal(before, after)}; weights equal: {same_weights}")
-    print(f"saved for backward: {report.before / 2**20:.1f} MiB as it comes, {report.after / 2**20:.1f} MiB converted")
+    print(f"saved for backward: {report.before / 2**20:.1f} MiB unmodified, {report.after / 2**20:.1f} MiB converted")
     if peak_before is not None:
-        print(f"peak memory: {peak_before / 2**20:.0f} MiB as it comes, {peak_after / 2**20:.0f} MiB converted")
+        print(f"peak memory: {peak_before / 2**20:.0f} MiB unmodified, {peak_after / 2**20:.0f} MiB converted")
 
 
 if __name__ == "__main__":

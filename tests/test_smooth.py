@@ -577,7 +577,7 @@ OTHERWISE = {"no product": "torch.sin(grad * 3) * (x > 0)", "too many derivative
 @pytest.mark.cuda
 @pytest.mark.parametrize("formula", OTHERWISE.values(), ids=OTHERWISE)
 def test_a_pytorch_that_computes_otherwise(row, formula):
-    """Its op serves, with one warning that names both versions."""
+    """It is used itself, with one warning that names both versions."""
     result = run(f"""
         import torch
         from family import SMOOTH, assert_same_values

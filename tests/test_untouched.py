@@ -154,6 +154,22 @@ class Closes:
         self.log.append("closed")
 
 
+CLOSED = []
+
+
+class ClosesItself(nn.Sequential):
+    def __del__(self):
+        CLOSED.append(1)
+
+
+def test_a_module_with_a_finalizer():
+    model = ClosesItself(*net())
+    activations_cuda.convert(model, torch.randn(ROWS))
+    gc.collect()
+    assert not CLOSED
+    assert activations_cuda.converted(model) == {"ReLU6": 1}
+
+
 def odd_attributes(model):
     yield Refuses((1, 2))
     yield weakref.proxy(object.__new__(Mean))  # a dead one
