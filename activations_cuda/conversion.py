@@ -13,8 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from activations_cuda import _C
+from activations_cuda.copies import unwrapped
 from activations_cuda.replacements import (
     FUNCTIONS,
     OURS,
@@ -79,6 +81,15 @@ def survey(
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(f"{name}: expected a model that isn't wrapped yet, got FullyShardedDataParallel: call {name} before it")
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
+    try:
+        signature(unwrapped(model).forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: expected the arguments of the model's forward ({error}); one list, tuple or dict stands for several, so "
+            "pass one that the model takes in a tuple"
+        ) from None
     return Survey(model, args, kwargs, frozenset(functions))
 
 
@@ -110,7 +121,8 @@ def convert(
 
     Args:
         model: any module, an activation itself included.
-        inputs: the arguments of a forward pass; or one tuple or list of them, or one dict of keyword arguments. Of tensors,
+        inputs: the arguments of a forward pass; or one tuple or list of them, or one dict of keyword arguments. If the model
+            takes one list or dict, pass it in a tuple: ``convert(model, (batch,))``. Of tensors,
             only shapes, strides, dtypes and requires_grad matter: they may be on the meta device, and so may the model.
         classes: the classes of torch.nn to convert; with inputs, the functions of the same names too. By default Hardshrink,
             Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with inputs, also ReLU, GELU, SiLU, Hardswish and
@@ -161,9 +173,9 @@ def convert(
 
 def _say(message, *arguments):
     """To whatever handles logs, or else to stderr."""
-    if not log.hasHandlers():
-        log.addHandler(logging.StreamHandler())
     log.info(message, *arguments)
+    if not log.hasHandlers() and log.isEnabledFor(logging.INFO):
+        print(message % arguments, file=sys.stderr)
 
 
 # The activations that others stand for in a model's tree, since another model has the same ones.
@@ -182,10 +194,16 @@ def _replace(model, names):
 
 
 def _held_elsewhere(model, modules):
-    """Those that a dict outside of the model's tree holds too, such as another model's."""
-    own = {id(each) for module in model.modules() for each in (vars(module), module._modules)}
+    """Those that are children of a module outside of the model's tree too."""
+
+    def is_of_children(held):
+        owners = gc.get_referrers(held)
+        attributes = [vars(each) if isinstance(each, nn.Module) else each for each in owners]
+        return any(type(each) is dict and each.get("_modules") is held for each in attributes)
+
+    own = {id(module._modules) for module in model.modules()}
     others = [each for each in gc.get_referrers(*modules) if isinstance(each, dict) and id(each) not in own]
-    held = {id(value) for each in others for value in dict.values(each)}
+    held = {id(value) for each in filter(is_of_children, others) for value in dict.values(each)}
     return [module for module in modules if module is not model and id(module) in held]
 
 

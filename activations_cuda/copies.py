@@ -1,10 +1,13 @@
-"""Copies of a model and of its inputs to run a forward pass on: whatever that pass writes to, it writes to the copies.
+"""Copies of a model and of its inputs to run a forward pass on: what that pass writes to their attributes, it writes to the
+copies.
 
 A copy goes as deep as Python goes. Containers, plain objects, closures and bound methods are copied; what is implemented in C
 (locks, files, sockets), what has a finalizer and what belongs to threads, loggers or process groups is shared.
 """
 
+import dis
 import sys
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -72,8 +75,17 @@ def _keeps_nothing(hook):
     """
     if type(hook) is not FunctionType:
         return any(_is_of(kind, "torch.nn.utils.") for kind in type(hook).__mro__)
-    variables = (hook.__globals__.get(name) for name in hook.__code__.co_names)
-    return hook.__closure__ is None and all(type(value) in ATOMIC for value in variables)
+    variables = [hook.__globals__.get(name) for name in hook.__code__.co_names]
+    variables += [cell.cell_contents for cell in hook.__closure__ or ()]
+    variables += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *hook.__code__.co_consts]
+    names = {instruction.opname for instruction in dis.get_instructions(hook)}
+    return "STORE_GLOBAL" not in names and all(map(_is_constant, variables))
+
+
+def _is_constant(value):
+    if type(value) is ModuleType:
+        return f"{value.__name__}.".startswith(("torch.", "math."))
+    return type(value) is not type and (type(value) in ATOMIC or (type(value) is tuple and all(map(_is_constant, value))))
 
 
 class _Unfinalized:
@@ -159,7 +171,9 @@ class Copier:
             if issubclass(kind, defaultdict):
                 defaultdict.__init__(copy, value.default_factory)
             self.unfilled += (lambda: self._fill(copy, value, base), lambda: self._fill_object(copy, value))
-        elif _is_of(kind, RANDOM):
+        elif kind is weakref.ref:
+            copy = value if value() is None else weakref.ref(self._copy(value()))
+        elif _is_of(kind, RANDOM) or issubclass(kind, torch.Generator):
             copy = deepcopy(value)
         elif issubclass(kind, (type, Enum, FunctionType)) or kind is object or hasattr(kind, "__del__") or _is_of(kind, SHARED):
             copy = value

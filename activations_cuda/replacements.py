@@ -139,13 +139,22 @@ class Converted(modules.Activation):
         return f"{self._fastact_original.__name__}[{names}]"
 
     def __reduce_ex__(self, protocol):
-        make, arguments, *rest = super().__reduce_ex__(protocol)
-        kind = type(self)
-        if original_of(kind) is kind:  # derived from one of ours
-            return make, arguments, *rest
+        reduced, kind = super().__reduce_ex__(protocol), type(self)
+        if original_of(kind) is kind or isinstance(reduced, str):  # derived from one of ours; the name of a global
+            return reduced
+        make, arguments, *rest = reduced
         # Without the class itself, which no Python module holds.
-        own = (original_of(kind) if each is kind else each for each in (make, *arguments))
+        own = _with_original(kind, (make, *arguments))
         return _made, (original_of(kind), kind._fastact_names, *own), *rest
+
+
+def _with_original(kind, value):
+    """A value that a module is made again from, with the original of its class."""
+    if type(value) is tuple:
+        return tuple(_with_original(kind, each) for each in value)
+    if isinstance(value, types.MethodType) and value.__self__ is kind:
+        return getattr(original_of(kind), value.__name__)
+    return original_of(kind) if value is kind else value
 
 
 def _made(original, names, make, *arguments):
@@ -160,7 +169,8 @@ def _forward(self, *args, **kwargs):
     if not isinstance(self, Converted):  # reverted, while somebody has this method
         return type(self).forward(self, *args, **kwargs)
     forward = super(Converted, self).forward
-    if is_dynamo_compiling() or is_exporting():
+    # Without a gradient nothing is saved, and PyTorch's fast paths for inference step aside where there is a mode.
+    if not torch.is_grad_enabled() or is_dynamo_compiling() or is_exporting():
         return forward(*args, **kwargs)
     with _forward_mode(self._fastact_names) as mode:  # noqa: F841, which is_meant looks for
         return forward(*args, **kwargs)

@@ -43,7 +43,8 @@ from activations_cuda.replacements import (
 )
 
 log = logging.getLogger("activations_cuda")
-log.setLevel(logging.INFO)
+if log.level == logging.NOTSET:
+    log.setLevel(logging.INFO)
 
 FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 

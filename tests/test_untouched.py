@@ -14,6 +14,7 @@ import time
 import types
 import weakref
 from enum import Enum
+from typing import ClassVar
 
 import pytest
 import torch
@@ -56,6 +57,26 @@ def appender(seen):
     return lambda module, args, out: seen.append(out)
 
 
+def with_default(seen):
+    return lambda module, args, out, seen=seen: seen.append(out)
+
+
+class Recorder:
+    outs: ClassVar = []
+
+
+def record(module, args, out):
+    Recorder.outs.append(out)
+
+
+COUNT = 0
+
+
+def count(module, args, out):
+    global COUNT
+    COUNT += 1
+
+
 def is_real(tensor):
     return not isinstance(tensor, FakeTensor)
 
@@ -63,15 +84,17 @@ def is_real(tensor):
 def test_owners_of_hooks():
     model, mean, seen = net(), Mean(), []
     SEEN.clear()
-    for hook in (mean.hook, appender(seen), functools.partial(appender(seen)), collect):
+    for hook in (mean.hook, appender(seen), functools.partial(appender(seen)), collect, with_default(seen), record, count):
         model[0].register_forward_hook(hook)
     model[2].register_full_backward_hook(lambda *_: seen.append(0))
     activations_cuda.convert(model, torch.randn(ROWS))
     assert is_real(mean.total)
     assert not seen
     assert not SEEN
+    assert not Recorder.outs
+    assert COUNT == 0
     model(torch.randn(ROWS)).sum().backward()
-    assert (len(seen), len(SEEN)) == (3, 1)
+    assert (len(seen), len(SEEN)) == (4, 1)
     assert mean.total.item() != 0
 
 
@@ -384,6 +407,88 @@ def test_what_pays_nowhere_is_a_warning():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         activations_cuda.convert(model, x)
     assert activations_cuda.converted(model) == {"GELU": 1}
+
+
+def test_an_activation_that_the_model_holds_twice():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = nn.LayerNorm(8), nn.ReLU6()
+            self.table = {"act": self.act}
+
+        def forward(self, x):
+            return self.table["act"](self.norm(x))
+
+    model, x = Table(), torch.randn(ROWS, requires_grad=True)
+    before = saved_bytes(model, x)
+    activations_cuda.convert(model, x)
+    assert saved_bytes(model, x) < before
+    assert model.table["act"] is model.act
+
+
+def test_a_hook_that_changes_shapes_is_called():
+    width = 8
+    model = net()
+    model.register_forward_pre_hook(lambda module, args: (args[0][:, :width],))
+    assert activations_cuda.converted(activations_cuda.convert(model, torch.randn(64, 20))) == {"ReLU6": 1}
+
+
+def test_generators_and_weak_references():
+    class Model(nn.Sequential):
+        def forward(self, x):
+            self.inner().seen = x
+            return super().forward(x + torch.rand(8, generator=self.generator))
+
+    model = Model(*net())
+    model.generator, model.inner = torch.Generator(), weakref.ref(model[0])
+    state = model.generator.get_state()
+    activations_cuda.convert(model, torch.randn(ROWS))
+    assert torch.equal(model.generator.get_state(), state)
+    assert not hasattr(model[0], "seen")
+
+
+def test_inference_keeps_pytorchs_fast_paths():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def forward(self, x):
+            return F.relu6(self.norm(self.layer(x)))
+
+    model, x = Model().eval(), torch.randn(2, 16, 8)
+    activations_cuda.convert(model, x)
+    assert "Model" in activations_cuda.converted(model)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        model(x)
+    assert "aten::_transformer_encoder_layer_fwd" in {event.key for event in profile.key_averages()}
+
+
+def test_inputs_that_the_model_does_not_take():
+    with pytest.raises(TypeError, match=r"convert: expected the arguments of the model's forward \(too many positional"):
+        activations_cuda.convert(net(), [torch.randn(ROWS), torch.randn(ROWS)])
+    with pytest.raises(ValueError, match="convert: expected a model whose parameters are initialized, got a lazy one"):
+        activations_cuda.convert(nn.Sequential(nn.LazyLinear(8), nn.ReLU6()), torch.randn(ROWS))
+
+
+class Makes(nn.Sequential):
+    def __reduce__(self):
+        return self._make, (type(self), list(self))
+
+    @classmethod
+    def _make(cls, kind, layers):
+        return kind(*layers)
+
+    def forward(self, x):
+        return F.relu6(super().forward(x))
+
+
+def test_a_module_that_is_made_again_by_its_class():
+    x = torch.randn(ROWS)
+    model = activations_cuda.convert(Makes(nn.Linear(8, 8), nn.LayerNorm(8)), x)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded(x), model(x))
 
 
 def test_says_what_it_did_where_nobody_logs():
