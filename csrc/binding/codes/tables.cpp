@@ -27,10 +27,10 @@
 
 #include "../../codes/code.h"
 #include "../../codes/kernels.h"
-#include "../../codes/numbering.h"
 #include "../devices.h"
 #include "../dtypes.h"
 #include "launch.h"
+#include "numbering.h"
 
 namespace fastact {
 namespace {

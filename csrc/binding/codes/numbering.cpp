@@ -1,4 +1,4 @@
-#include "../numbering.h"
+#include "numbering.h"
 
 #include <algorithm>
 #include <unordered_map>
