@@ -141,12 +141,12 @@ def convert(
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
-    if inputs or keyword_inputs or example_inputs is not None:
+    surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
+    if surveyed:
         functions = [FUNCTIONS[kind] for kind in (OURS if named is None else named)]
         found = survey("convert", model, inputs, keyword_inputs, example_inputs, functions)
         names, lines = found.converts(), summary(found.decisions())
         names = {_originals.get(module, module): functions for module, functions in names.items()}
-        revert_all(model)
         are_candidates = bool(found.calls)
     else:
         names = {
@@ -163,6 +163,8 @@ def convert(
     if named and not names:
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
+    if surveyed:
+        revert_all(model)
     _replace(model, names)
     if are_candidates and not names:
         warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
@@ -220,15 +222,14 @@ def _exchange(model, twins):
                 module._modules[name] = twins[child]
 
 
-def revert_all(model: nn.Module) -> list[nn.Module]:
-    """Undo conversion. Returns what was converted."""
+def revert_all(model: nn.Module) -> None:
+    """Undo conversion, without a word."""
     found = list(filter(is_converted, model.modules()))
     twins = {module: _originals[module] for module in found if module in _originals}
     for module in found:
         if module not in twins:
             set_class(module, original_of(type(module)))
     _exchange(model, twins)
-    return found
 
 
 def revert(model: nn.Module) -> nn.Module:

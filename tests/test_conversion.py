@@ -809,6 +809,9 @@ def test_only_what_is_asked_for():
         activations_cuda.convert(Several(), x, classes=[nn.Hardtanh])
     with pytest.raises(ValueError, match=r"convert: expected classes of torch\.nn among"):
         activations_cuda.convert(Several(), x, classes=[nn.Tanh])
+    with pytest.raises(ValueError, match=r"convert: expected a model with Hardtanh to convert"):
+        activations_cuda.convert(model, x, classes=[nn.Hardtanh])
+    assert activations_cuda.converted(model) == {"Several": 1, "ReLU": 1}  # as before
 
 
 def test_a_discriminator_is_left_as_it_is():
