@@ -6,6 +6,7 @@ from activations_cuda.conversion import ConvertMode, convert, converted, revert
 from activations_cuda.functional import *  # noqa: F403
 from activations_cuda.memory import MemoryReport, memory_report
 from activations_cuda.modules import *  # noqa: F403
+from activations_cuda.recipes import recompute
 
 __version__ = _load.version
 
@@ -16,6 +17,7 @@ __all__ = [
     "convert",
     "converted",
     "memory_report",
+    "recompute",
     "revert",
     *functional.__all__,
     *modules.__all__,

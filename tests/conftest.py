@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -15,3 +17,14 @@ def pytest_runtest_setup(item):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
     return request.param
+
+
+@pytest.fixture
+def no_hidden_errors(monkeypatch):
+    """Recompute's hook keeps a tensor whatever goes wrong. Here that is an error."""
+    from activations_cuda.recipes import hook
+
+    hidden = []
+    monkeypatch.setattr(hook.log, "debug", lambda *_, exc_info=False: hidden.append(sys.exc_info()[1]) if exc_info else None)
+    yield
+    assert not hidden

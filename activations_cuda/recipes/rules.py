@@ -1,0 +1,305 @@
+"""The rules: how an op's output follows from its operands, by the name of the op's node in autograd's graph.
+
+A rule takes a :class:`Step` and returns a formula, its operands and its arguments: the output is formula(*operands,
+*arguments). Operands are values or numbers. A tuple of formulas in the formula's place are candidates, of which the one that
+gives PyTorch's bits is chosen (:mod:`.verification`); no other is taken on trust either. :func:`op` makes the rule of most ops.
+
+To add one, find the node's name (``tensor.grad_fn.name()``) and what it saves (``dir(tensor.grad_fn)``, ``_saved_...``). A
+formula must repeat its op to the bit, so no matrix products, convolutions, random numbers, or sums in any order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from activations_cuda.recipes import norms
+from activations_cuda.recipes.step import LEAF, Step
+from activations_cuda.recipes.values import Underivable
+
+aten = torch.ops.aten
+Rule = Callable[[Step], tuple[Any, tuple[Any, ...], tuple[Any, ...]]]
+
+
+def op(formula: Callable[..., Tensor], *arguments: str, operands: tuple[str | None, ...] = ("self",)) -> Rule:
+    """The rule of an op by the names under which its node saves things: operands (None: it doesn't), then arguments."""
+
+    def rule(step):
+        return formula, tuple(step.operand(i, name) for i, name in enumerate(operands)), step.arguments(*arguments)
+
+    return rule
+
+
+def unsaved(formula: Callable[..., Tensor], *arguments: str, operands: int = 1) -> Rule:
+    """The rule of an op whose node saves none of its operands."""
+    return op(formula, *arguments, operands=(None,) * operands)
+
+
+def binary(formula: Callable[..., Tensor], *arguments: str) -> Rule:
+    return op(formula, *arguments, operands=("self", "other"))
+
+
+def shaped(formula: Callable[..., Tensor]) -> Rule:
+    """The rule of an op whose node doesn't save the shape of its output."""
+    return lambda step: (formula, (step.operand(0),), (step.shape,))
+
+
+def one_of(formula: Callable[..., Any], *arguments: str) -> Rule:
+    """The rule of an op with several outputs."""
+
+    def output(input, number, *arguments):
+        return formula(input, *arguments)[number]
+
+    return lambda step: (output, (step.operand(0),), (step.number, *step.arguments(*arguments)))
+
+
+def joined(formula: Callable[..., Tensor]) -> Rule:
+    """The rule of an op of any number of tensors and a dimension."""
+
+    def join(*tensors_and_dim):
+        return formula(tensors_and_dim[:-1], tensors_and_dim[-1])
+
+    return lambda step: (join, tuple(map(step.operand, range(len(step.node.next_functions)))), step.arguments("dim"))
+
+
+def indexed(formula: Callable[..., Tensor]) -> Rule:
+    return lambda step: (formula, (step.operand(0, "self"), *step.arguments("dim"), step.saved("index")), ())
+
+
+def same(input: Tensor) -> Tensor:
+    return input
+
+
+def cast(step: Step) -> tuple[Any, ...]:
+    """A cast, either way. A float32 tensor that came from a half type goes back to it without loss if nobody kept that."""
+    node, number = step.node.next_functions[0]
+    source = node._input_metadata[number] if node is not None and node.name() != LEAF else None
+    if source is not None and source.device != step.meta.device:
+        raise Underivable  # a copy between devices isn't cheap
+    try:
+        input = step.operand(0)
+    except Underivable:
+        halves = torch.bfloat16, torch.float16
+        if step.tensor is None or source is None or step.meta.dtype is not torch.float32 or source.dtype not in halves:
+            raise
+        input = step.keep(step.tensor.to(source.dtype), node, number)
+    return torch.Tensor.to, (input,), (step.meta.dtype,)
+
+
+def _at_first(mask, tensor):
+    """The element where the mask is first true, without waiting for the device."""
+    index = mask.expand(tensor.shape).reshape(-1).to(torch.uint8).argmax()
+    return tensor.reshape(-1).index_select(0, index.view(1)).view(())
+
+
+def masked_fill(step: Step) -> tuple[Any, ...]:
+    """The node doesn't save the number, which the tensor has wherever the mask is true."""
+    mask = step.saved("mask")
+    return torch.where, (mask, step.constant(_at_first, mask), step.operand(0)), ()
+
+
+def threshold(step: Step) -> tuple[Any, ...]:
+    input = step.operand(0, "self")
+    (bound,) = step.arguments("threshold")
+
+    def beyond(tensor_of_input, tensor):
+        return _at_first(tensor_of_input <= bound, tensor)
+
+    return _threshold, (input, step.constant(beyond, input)), (bound,)
+
+
+def _threshold(input, value, bound):
+    return torch.where(input <= bound, value, input)
+
+
+def constant_pad(step: Step) -> tuple[Any, ...]:
+    """The node doesn't save the number, which the tensor has at its border."""
+    (pad,) = step.arguments("pad")
+    if min(pad) < 0 or max(pad) == 0:
+        raise Underivable
+    side = next(i for i, width in enumerate(pad) if width)
+
+    def border(tensor):
+        corner = tensor.select(-1 - side // 2, -(side % 2))
+        return corner[(slice(1),) * corner.dim()].reshape(()).clone()
+
+    return _padded, (step.operand(0), step.constant(border)), (pad,)
+
+
+def _padded(input, border, pad):
+    inside = F.pad(torch.ones((1,) * input.dim(), dtype=torch.bool, device=input.device).expand(input.shape), pad)
+    return torch.where(inside, F.pad(input, pad), border)
+
+
+def rrelu(step: Step) -> tuple[Any, ...]:
+    return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
+
+
+def dropout(step: Step) -> tuple[Any, ...]:
+    return _scaled, (step.operand(0), step.saved("result1")), step.arguments("p")
+
+
+def _scaled(input, mask, p):
+    return input.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p))
+
+
+def where(step: Step) -> tuple[Any, ...]:
+    return torch.where, (step.saved("condition"), step.operand(0), step.operand(1)), ()
+
+
+def embedding(step: Step) -> tuple[Any, ...]:
+    return F.embedding, (step.saved("indices"), step.operand(0)), ()
+
+
+def add(self, other, alpha):
+    return torch.add(self, other, alpha=alpha)
+
+
+def sub(self, other, alpha):
+    return torch.sub(self, other, alpha=alpha)
+
+
+def gelu(self, approximate):
+    return F.gelu(self, approximate=approximate)
+
+
+def addcmul(self, tensor1, tensor2, value):
+    return torch.addcmul(self, tensor1, tensor2, value=value)
+
+
+def addcdiv(self, tensor1, tensor2, value):
+    return torch.addcdiv(self, tensor1, tensor2, value=value)
+
+
+def max_pool2d(*arguments):
+    return aten.max_pool2d_with_indices(*arguments)[0]
+
+
+def max_pool3d(*arguments):
+    return aten.max_pool3d_with_indices(*arguments)[0]
+
+
+def adaptive_avg_pool2d(input, shape):
+    return aten._adaptive_avg_pool2d(input, shape[-2:])
+
+
+WINDOW = "kernel_size", "stride", "padding"
+TENSORS = None, "tensor1", "tensor2"
+
+RULES: dict[str, Rule] = {
+    # activations
+    "ReluBackward0": op(torch.relu),
+    "HardtanhBackward0": op(F.hardtanh, "min_val", "max_val"),
+    "LeakyReluBackward0": op(F.leaky_relu, "negative_slope"),
+    "EluBackward0": op(aten.elu, "alpha", "scale", "input_scale"),
+    "CeluBackward0": op(F.celu, "alpha"),
+    "GeluBackward0": op(gelu, "approximate"),
+    "SiluBackward0": op(F.silu),
+    "MishBackward0": op(F.mish),
+    "HardswishBackward0": op(F.hardswish),
+    "HardsigmoidBackward0": op(F.hardsigmoid),
+    "SigmoidBackward0": op(torch.sigmoid),
+    "TanhBackward0": op(torch.tanh),
+    "SoftplusBackward0": op(F.softplus, "beta", "threshold"),
+    "LogSigmoidBackward0": op(F.logsigmoid),
+    "PreluKernelBackward0": op(torch._prelu_kernel, operands=("self", "weight")),
+    "HardshrinkBackward0": op(F.hardshrink, "lambd"),
+    "SoftshrinkBackward0": op(F.softshrink, "lambd"),
+    "ThresholdBackward0": threshold,
+    "RreluWithNoiseBackward0": rrelu,
+    "GluBackward0": op(F.glu, "dim"),
+    # normalisations
+    "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, "result1", "result2", "eps"),
+    "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, "result1", "result2", "epsilon"),
+    "MiopenBatchNormBackward0": norms.batch_norm(norms.NATIVE, "result1", "result2", "epsilon"),
+    "NativeLayerNormBackward0": norms.layer_norm,
+    "NativeGroupNormBackward0": norms.group_norm,
+    "FusedRmsNormBackward0": norms.rms_norm,
+    # arithmetic
+    "AddBackward0": unsaved(add, "alpha", operands=2),
+    "SubBackward0": unsaved(sub, "alpha", operands=2),
+    "MulBackward0": binary(torch.mul),
+    "DivBackward0": binary(torch.div),
+    "PowBackward0": op(torch.pow, "exponent"),
+    "PowBackward1": op(torch.pow, operands=("self", "exponent")),
+    "SqrtBackward0": op(torch.sqrt),
+    "RsqrtBackward0": op(torch.rsqrt),
+    "ReciprocalBackward0": op(torch.reciprocal),
+    "ExpBackward0": op(torch.exp),
+    "Expm1Backward0": op(torch.expm1),
+    "LogBackward0": op(torch.log),
+    "Log1PBackward0": op(torch.log1p),
+    "ErfBackward0": op(torch.erf),
+    "SinBackward0": op(torch.sin),
+    "CosBackward0": op(torch.cos),
+    "AbsBackward0": op(torch.abs),
+    "NegBackward0": unsaved(torch.neg),
+    "ClampBackward0": op(torch.clamp, operands=("self", "min", "max")),
+    "ClampBackward1": op(torch.clamp, "min", "max"),
+    "ClampMinBackward0": op(torch.clamp_min, "min"),
+    "ClampMaxBackward0": op(torch.clamp_max, "max"),
+    "MaximumBackward0": binary(torch.maximum),
+    "MinimumBackward0": binary(torch.minimum),
+    "LerpBackward0": unsaved(torch.lerp, "weight", operands=2),
+    "LerpBackward1": op(torch.lerp, operands=("self", "end", "weight")),
+    "AddcmulBackward0": op(addcmul, "value", operands=TENSORS),
+    "AddcdivBackward0": op(addcdiv, "value", operands=TENSORS),
+    "WhereBackward0": where,
+    "MaskedFillBackward0": masked_fill,
+    "NativeDropoutBackward0": dropout,
+    # casts and copies
+    "ToCopyBackward0": cast,
+    "CloneBackward0": unsaved(same),
+    "AliasBackward0": unsaved(same),
+    "CatBackward0": joined(torch.cat),
+    "StackBackward0": joined(torch.stack),
+    "ConstantPadNdBackward0": constant_pad,
+    "ReflectionPad1DBackward0": op(aten.reflection_pad1d, "padding"),
+    "ReflectionPad2DBackward0": op(aten.reflection_pad2d, "padding"),
+    "ReflectionPad3DBackward0": op(aten.reflection_pad3d, "padding"),
+    "ReplicationPad1DBackward0": op(aten.replication_pad1d, "padding"),
+    "ReplicationPad2DBackward0": op(aten.replication_pad2d, "padding"),
+    "ReplicationPad3DBackward0": op(aten.replication_pad3d, "padding"),
+    "RollBackward0": unsaved(torch.roll, "shifts", "dims"),
+    "FlipBackward0": unsaved(torch.flip, "dims"),
+    "RepeatBackward0": unsaved(torch.Tensor.repeat, "repeats"),
+    "TrilBackward0": unsaved(torch.tril, "diagonal"),
+    "TriuBackward0": unsaved(torch.triu, "diagonal"),
+    "PixelShuffleBackward0": unsaved(F.pixel_shuffle, "upscale_factor"),
+    "PixelUnshuffleBackward0": unsaved(F.pixel_unshuffle, "downscale_factor"),
+    "IndexSelectBackward0": indexed(torch.index_select),
+    "GatherBackward0": indexed(torch.gather),
+    "EmbeddingBackward0": embedding,
+    "UpsampleNearest1DBackward0": unsaved(aten.upsample_nearest1d, "output_size", "scales"),
+    "UpsampleNearest2DBackward0": unsaved(aten.upsample_nearest2d, "output_size", "scales_h", "scales_w"),
+    "UpsampleNearest3DBackward0": unsaved(aten.upsample_nearest3d, "output_size", "scales_d", "scales_h", "scales_w"),
+    "AvgPool2DBackward0": op(aten.avg_pool2d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
+    "AvgPool3DBackward0": op(aten.avg_pool3d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
+    "AdaptiveAvgPool2DBackward0": lambda step: (adaptive_avg_pool2d, (step.operand(0, "self"),), (step.shape,)),
+    "MaxPool2DWithIndicesBackward0": op(max_pool2d, *WINDOW, "dilation", "ceil_mode"),
+    "MaxPool3DWithIndicesBackward0": op(max_pool3d, *WINDOW, "dilation", "ceil_mode"),
+    # views in the middle of a chain; one that is saved itself is its base and a geometry
+    "ViewBackward0": shaped(torch.reshape),
+    "UnsafeViewBackward0": shaped(torch.reshape),
+    "ReshapeAliasBackward0": shaped(torch.reshape),
+    "SqueezeBackward0": shaped(torch.reshape),
+    "SqueezeBackward1": shaped(torch.reshape),
+    "SqueezeBackward2": shaped(torch.reshape),
+    "UnsqueezeBackward0": shaped(torch.reshape),
+    "ExpandBackward0": shaped(torch.Tensor.expand),
+    "TransposeBackward0": unsaved(torch.transpose, "dim0", "dim1"),
+    "TBackward0": unsaved(torch.t),
+    "PermuteBackward0": unsaved(torch.permute, "dims"),
+    "SelectBackward0": unsaved(torch.select, "dim", "index"),
+    "SliceBackward0": unsaved(aten.slice, "dim", "start", "end", "step"),
+    "DiagonalBackward0": unsaved(torch.diagonal, "offset", "dim1", "dim2"),
+    "UnfoldBackward0": unsaved(aten.unfold, "dimension", "size", "step"),
+    "SplitBackward0": one_of(torch.split, "split_size", "dim"),
+    "SplitWithSizesBackward0": one_of(torch.split_with_sizes, "split_sizes", "dim"),
+    "UnbindBackward0": one_of(torch.unbind, "dim"),
+}
+
+# All outputs of these follow by their rule; of other ops the first alone, since the others are statistics or indices.
+OF_ALL_OUTPUTS = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}

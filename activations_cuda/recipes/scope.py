@@ -1,0 +1,105 @@
+"""The scope within which autograd saves recipes."""
+
+import functools
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from activations_cuda._torch_version import is_dynamo_compiling
+from activations_cuda.recipes.hook import Hook, storage_of
+from activations_cuda.recipes.step import unpack
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_autograd = torch._C._autograd
+IS_AVAILABLE = hasattr(_autograd, "_top_saved_tensors_default_hooks") and hasattr(_autograd, "_saved_tensors_hooks_is_enabled")
+
+
+class _Entered(threading.local):
+    def __init__(self):
+        self.hooks: list[Hook | None] = []
+
+
+_entered = _Entered()
+
+
+class recompute:
+    """Within it autograd doesn't save what follows from other saved tensors: the same gradients, to the bit, in less memory.
+
+    A context manager and a decorator for the forward pass::
+
+        with activations_cuda.recompute():
+            loss = criterion(model(images), labels)
+        loss.backward()
+
+    The output of an inexpensive op, such as a normalization, an activation, an addition or a cast, whose operands are saved
+    anyway is replaced by a recipe, and computed again when the backward pass needs it. What each op repeats to the bit is
+    verified the first time that it runs with given sizes, dtypes and layouts: where it doesn't, the tensor is saved as ever.
+    Nothing of the model is touched. It holds for the calling thread, may be entered again within itself, and does nothing within
+    torch.compile, torch.func's transforms and functions that non-reentrant checkpoint runs.
+
+    Args:
+        model: the module, if parameters of its norms are frozen; their outputs follow only if these are known.
+        check: compare every recipe with its tensor, in every step, and raise an error where they differ.
+
+    Raises:
+        RuntimeError: at the end of a scope with ``check=True``, if a recipe gave other bits. In backward, if what a recipe reads
+            or replaced was written to in place since, as autograd would. With a PyTorch that lacks the interfaces.
+        TypeError: ``model`` isn't a module.
+    """
+
+    def __init__(self, model: nn.Module | None = None, *, check: bool = False) -> None:
+        if not IS_AVAILABLE:
+            raise RuntimeError(f"recompute: expected torch 2.6 or newer, got {torch.__version__}")
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}")
+        self.model, self.check = model, check
+
+    def _norms(self):
+        modules = () if self.model is None else self.model.modules()
+        found = [each for each in modules if hasattr(each, "eps") and isinstance(getattr(each, "weight", None), torch.Tensor)]
+        return {storage_of(each.weight): each for each in found}
+
+    def _hook(self, outer):
+        """What to have autograd call, or None where this scope does nothing."""
+        if not _autograd._saved_tensors_hooks_is_enabled():  # within torch.func's transforms
+            return None
+        if outer is None:
+            return Hook(self._norms(), self.check, None)
+        if getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
+            return None  # saves nothing itself, and counts what its function saves
+        around = getattr(outer[0], "__self__", None)
+        if isinstance(around, Hook):
+            return Hook(self._norms() or around.norms, self.check or around.check, around.outer)
+        return Hook(self._norms(), self.check, outer)
+
+    def __enter__(self) -> "recompute":
+        if not is_dynamo_compiling():
+            hook = self._hook(_autograd._top_saved_tensors_default_hooks(True))
+            _entered.hooks.append(hook)
+            if hook is not None:
+                _autograd._push_saved_tensors_default_hooks(hook.pack, unpack)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if is_dynamo_compiling():
+            return
+        hook = _entered.hooks.pop()
+        if hook is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            if hook.mismatch is not None and error is None:
+                raise RuntimeError(f"recompute: {hook.mismatch}")
+
+    def __call__(self, function: Function) -> Function:
+        @functools.wraps(function)
+        def within(*args, **kwargs):
+            if is_dynamo_compiling():
+                return function(*args, **kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return within  # type: ignore[return-value]

@@ -1,0 +1,149 @@
+"""What the tests of recompute have in common: a step with and without it, and the bytes that each keeps."""
+
+import contextlib
+import copy
+import weakref
+
+import torch
+from torch import nn
+
+from activations_cuda.recipes.scope import recompute
+from activations_cuda.recipes.step import unpack
+from activations_cuda.recipes.values import Opaque, Recipe
+
+
+class Keep(torch.autograd.Function):
+    """Saves its input, as a convolution does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x
+
+
+class _Held:
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor):
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+
+
+class Plain(contextlib.AbstractContextManager):
+    """Counts what PyTorch itself keeps."""
+
+    def __init__(self):
+        self.held = []
+
+    def pack(self, tensor):
+        held = _Held(tensor)
+        self.held.append(weakref.ref(held))
+        return held
+
+    def __enter__(self):
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda held: held.tensor)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.hooks.__exit__(*error)
+
+    def tensors(self):
+        return [held.tensor for reference in self.held if (held := reference()) is not None]
+
+    def bytes(self, model=None):
+        """In all tensors that are kept now, but for the model's own."""
+        own = set() if model is None else {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        storages = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.tensors() if t.layout is torch.strided
+        }
+        return sum(size for storage, size in storages.items() if storage not in own)
+
+
+class Scope(Plain):
+    """The scope, counted. Its values live no longer for it."""
+
+    def __init__(self, model=None, check=True):
+        super().__init__()
+        self.scope, self.count = recompute(model, check=check), {True: 0, False: 0}
+
+    def __enter__(self):
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.hook = self.scope._hook(outer)
+        pack = self.hook.pack
+
+        def recorded(tensor):
+            value = pack(tensor)
+            self.held.append(weakref.ref(value))
+            self.count[type(value) is Recipe] += 1
+            return value
+
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(recorded, unpack)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        super().__exit__(kind, error, trace)
+        assert error is not None or self.hook.mismatch is None, self.hook.mismatch
+
+    def values(self):
+        return [value for reference in self.held if (value := reference()) is not None]
+
+    def tensors(self):
+        values = self.values()
+        roots = [root for value in values for root in ([value] if type(value) is Opaque else value.roots)]
+        return [root.held for root in roots if isinstance(root.held, torch.Tensor)]
+
+
+def assert_same(a, b):
+    """To the bit, strides included; NaN is NaN."""
+    assert (a is None) == (b is None)
+    if a is not None:
+        assert a.dtype == b.dtype and a.stride() == b.stride()
+        assert torch.equal(a.isnan(), b.isnan()) and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
+def step(model, loss_of, scope, seed=0):
+    torch.manual_seed(seed)
+    with scope:
+        loss = loss_of(model)
+    kept = scope.bytes(model)
+    loss.backward()
+    return loss.detach(), kept
+
+
+def compare(model, loss_of, steps=2, knows_model=True):
+    """Train two copies, without and with the scope; returns the bytes that each kept, and the counts of the latter's values."""
+    plain, scoped = copy.deepcopy(model), copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), 1e-2) for each in (plain, scoped)]
+    for seed in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected, before = step(plain, loss_of, Plain(), seed)
+        scope = Scope(scoped if knows_model else None, check=seed > 0)
+        loss, after = step(scoped, loss_of, scope, seed)
+        assert_same(loss, expected)
+        for one, other in zip(plain.parameters(), scoped.parameters(), strict=True):
+            assert_same(one.grad, other.grad)
+        for one, other in zip(plain.buffers(), scoped.buffers(), strict=True):
+            assert_same(one, other)
+        assert after <= before, (before, after)
+        for optimizer in optimizers:
+            optimizer.step()
+    return before, after, scope.count
+
+
+def same_with_scope(run):
+    """run(scope) returns tensors: the same ones without a scope and with one."""
+    for one, other in zip(run(contextlib.nullcontext), run(recompute), strict=True):
+        assert_same(one, other)
+
+
+def small_net():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(True)
+    return nn.Sequential(*layers, nn.Conv2d(8, 4, 1)), torch.randn(2, 3, 8, 8)

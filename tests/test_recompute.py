@@ -1,0 +1,746 @@
+"""The scope recompute(): autograd in full, hooks and checkpoints around and within, what lives how long, what is an error."""
+
+import contextlib
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from activations_cuda import recompute
+from activations_cuda.recipes import hook, scope, values, verification
+from activations_cuda.recipes.rules import RULES, op
+from activations_cuda.recipes.values import Kept, Opaque, Recipe
+from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net
+
+pytestmark = pytest.mark.usefixtures("no_hidden_errors")
+
+
+def gradients(net, loss):
+    net.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in net.parameters()]
+
+
+def top_hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# Autograd
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_double_backward(within):
+    def run(scope):
+        net, x = small_net()
+        x.requires_grad_()
+        with scope():
+            loss = net(x).square().mean()
+        with scope() if within else contextlib.nullcontext():
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + grad.square().sum()).backward()
+        return [x.grad, grad, *(parameter.grad for parameter in net.parameters())]
+
+    same_with_scope(run)
+
+
+def test_retain_graph():
+    def run(scope):
+        net, x = small_net()
+        with scope():
+            loss = net(x).square().mean()
+        result = []
+        for i in range(3):
+            net.zero_grad()
+            loss.backward(retain_graph=i < 2)
+            result += [parameter.grad.clone() for parameter in net.parameters()]
+        return result
+
+    same_with_scope(run)
+
+
+def test_parts_of_a_graph():
+    def run(scope):
+        net, x = small_net()
+        with scope():
+            loss = net(x).square().mean()
+        some = torch.autograd.grad(loss, net[3].weight, retain_graph=True)
+        loss.backward(inputs=[net[6].weight, net[1].bias])
+        return [*some, net[6].weight.grad, net[1].bias.grad]
+
+    same_with_scope(run)
+
+
+def test_anomaly_mode():
+    def run(scope):
+        net, x = small_net()
+        with torch.autograd.detect_anomaly(check_nan=True), scope():
+            return gradients(net, net(x).square().mean())
+
+    same_with_scope(run)
+
+
+def test_hooks_of_modules_and_tensors():
+    def run(scope):
+        net, x = small_net()
+        seen = []
+        net[2].register_full_backward_hook(lambda module, before, after: seen.append(before[0].clone()))
+        with scope():
+            y = net[:2](x)
+            y.register_hook(lambda grad: seen.append(grad.clone()))
+            loss = net[2:](y).square().mean()
+        return [*gradients(net, loss), *seen]
+
+    same_with_scope(run)
+
+
+def test_several_graphs_and_threads():
+    def run(scope):
+        net, x = small_net()
+        with scope():
+            first, second = net(x).square().mean(), net(x.flip(0)).square().mean()
+        thread = threading.Thread(target=second.backward)
+        thread.start()
+        thread.join()
+        first.backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    same_with_scope(run)
+
+
+def test_backward_passes_at_once():
+    net, x = small_net()
+    net.eval()
+    with recompute():
+        losses = [net(x).square().mean() for _ in range(4)]
+    expected = torch.autograd.grad(net(x).square().mean(), list(net.parameters()))
+    found = [None] * 4
+
+    def run(i):
+        found[i] = torch.autograd.grad(losses[i], list(net.parameters()))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for grads in found:
+        for one, other in zip(grads, expected, strict=True):
+            assert_same(one, other)
+
+
+def test_backward_under_autocast():
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(ctx.saved_tensors[0])
+            return grad
+
+    weight = nn.Parameter(torch.randn(2, 3, 4, 4).bfloat16())
+    with Scope() as scope:
+        loss = Look.apply(F.pad(Keep.apply(weight * 2), (1, 1, 1, 1), mode="reflect")).float().sum()
+    assert scope.count[True]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    assert seen[0].dtype is torch.bfloat16
+
+
+def test_an_error_in_backward_leaves_modes_as_they_were():
+    x = torch.randn(4, 4, requires_grad=True).cumsum(0)
+    with recompute():
+        y = F.relu(Keep.apply(x)).sinc().sum()
+    with torch.no_grad():
+        x.mul_(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="inplace"):
+            y.backward()
+        assert torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+
+
+# Checkpoints and other hooks
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_within(reentrant):
+    def run(scope):
+        net, x = small_net()
+        x.requires_grad_()
+        with scope():
+            loss = net[4:](checkpoint(net[1:4], net[0](x), use_reentrant=reentrant)).square().mean()
+        return [*gradients(net, loss), x.grad]
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("backward_within", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_scope_within_a_checkpoint(reentrant, backward_within):
+    def run(scope):
+        net, x = small_net()
+        x.requires_grad_()
+
+        def part(x):
+            with scope():
+                return net(x)
+
+        with scope() if backward_within else contextlib.nullcontext():
+            loss = checkpoint(part, x, use_reentrant=reentrant).square().mean()
+            return [*gradients(net, loss), x.grad]
+
+    same_with_scope(run)
+
+
+def test_selective_checkpoint_within():
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    def contexts():
+        return create_selective_checkpoint_contexts([torch.ops.aten.convolution.default])
+
+    def run(scope):
+        net, x = small_net()
+        net[1].track_running_stats = net[4].track_running_stats = False
+        x.requires_grad_()
+        with scope():
+            loss = checkpoint(net, x, use_reentrant=False, context_fn=contexts).square().mean()
+        return [*gradients(net, loss), x.grad]
+
+    same_with_scope(run)
+
+
+def test_save_on_cpu_within():
+    def run(scope):
+        net, x = small_net()
+        with scope():
+            y = net[:3](x)
+            with torch.autograd.graph.save_on_cpu():
+                y = net[3:5](y)
+            loss = net[5:](y).square().mean()
+        return gradients(net, loss)
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_outer_hooks_get_what_is_kept(layout):
+    def run(scope, given):
+        net, x = small_net()
+
+        def pack(tensor):
+            given.append(tensor.numel() * tensor.element_size())
+            return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+        x = x.contiguous(memory_format=layout)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if given is not None else scope(), scope():
+            loss = net(x).square().mean()
+        return gradients(net, loss)
+
+    without, within = [], []
+    run(contextlib.nullcontext, without)
+    for one, other in zip(run(contextlib.nullcontext, None), run(recompute, within), strict=True):
+        assert torch.equal(one, other)
+    assert sum(within) < 0.8 * sum(without)
+
+
+def test_save_on_cpu_around():
+    def run(scope):
+        net, x = small_net()
+        with torch.autograd.graph.save_on_cpu(), scope():
+            loss = net(x).square().mean()
+        return gradients(net, loss)
+
+    same_with_scope(run)
+
+
+def test_nested_scopes_know_the_outer_hooks():
+    given = []
+    net, x = small_net()
+
+    def pack(tensor):
+        given.append(tensor)
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recompute():
+        y = net[:3](x)
+        before = len(given)
+        with recompute():
+            loss = net[3:](y).sum()
+        assert len(given) > before
+    loss.backward()
+
+
+def test_nested_scopes():
+    def run(scope):
+        net, x = small_net()
+        entered = scope()
+        with entered:
+            y = net[:3](x)
+            with scope():
+                y = net[3:6](y)
+            with entered:
+                y = net[6:](y)
+            loss = y.square().mean()
+        return gradients(net, loss)
+
+    same_with_scope(run)
+    assert top_hooks() is None
+
+
+def test_decorator():
+    net, x = small_net()
+
+    @recompute()
+    def loss(depth):
+        """Calls itself."""
+        return net(x).square().mean() + (loss(depth - 1) if depth else 0)
+
+    assert loss.__name__ == "loss" and loss.__doc__ == "Calls itself."
+    loss(2).backward()
+    assert top_hooks() is None
+
+
+def test_an_error_within_leaves_the_scope():
+    with pytest.raises(ZeroDivisionError), recompute():
+        raise ZeroDivisionError
+    assert top_hooks() is None and not scope._entered.hooks
+
+
+def test_it_is_the_threads_own():
+    seen = []
+    with recompute():
+        thread = threading.Thread(target=lambda: seen.append(top_hooks()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+# Compilers and transforms
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile(backend):
+    torch._dynamo.reset()
+
+    def run(scope):
+        net, x = small_net()
+        part = torch.compile(net[:4], backend=backend)
+        with scope():
+            loss = net[4:](part(x)).square().mean()
+        return gradients(net, loss)
+
+    same_with_scope(run)
+    net, x = small_net()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def whole(x):
+        with recompute():
+            return net(x)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    @recompute()
+    def decorated(x):
+        return net(x)
+
+    for function in (whole, decorated):
+        function(x).sum().backward()
+
+
+def test_transforms():
+    def function(weight):
+        return torch.relu(weight @ weight).sum()
+
+    def within(weight):
+        with recompute():
+            return function(weight)
+
+    weight = torch.randn(3, 3)
+    with recompute():
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):  # PyTorch's own, of any hooks
+            torch.func.grad(function)(weight)
+        torch.func.vmap(torch.relu)(torch.randn(3, 3, requires_grad=True)).sum().backward()
+    assert torch.equal(torch.func.grad(within)(weight), torch.func.grad(function)(weight))
+
+
+def test_forward_mode():
+    with recompute(), torch.autograd.forward_ad.dual_level():
+        x = torch.randn(3, requires_grad=True)
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(3))
+        y = dual.exp() * dual
+        _, tangent = torch.autograd.forward_ad.unpack_dual(y)
+        y.sum().backward()
+    torch.testing.assert_close(x.grad, tangent)
+
+
+# Other kinds of tensors
+
+
+def test_kinds_that_are_kept():
+    with recompute():
+        x = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
+        (x.conj() * x * x).abs().sum().backward()
+        x = torch.eye(3).to_sparse().requires_grad_()
+        torch.sparse.mm(x, torch.randn(3, 3, requires_grad=True)).sum().backward()
+        x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(3, 3)], layout=torch.jagged, requires_grad=True)
+        x.sin().relu().values().sum().backward()
+
+
+def test_subclass():
+    class Mine(torch.Tensor):
+        pass
+
+    def run(scope):
+        x = torch.linspace(-1, 1, 16).as_subclass(Mine).requires_grad_()
+        with scope():
+            y = x.relu() * x.relu().exp()
+        assert type(y) is Mine
+        return torch.autograd.grad(y.sum(), x)
+
+    same_with_scope(run)
+
+
+# What lives how long
+
+
+def shared_silu():
+    x, weight = torch.randn(64, 64), nn.Parameter(torch.randn(64, 64))
+    with Scope() as scope:
+        y = Keep.apply(x @ weight)
+        z = F.silu(y)
+        loss = (z @ weight + (z @ weight).relu()).sum()
+    return scope, loss, y
+
+
+def test_what_is_remembered_is_let_go():
+    scope, loss, _ = shared_silu()
+    loss.backward(retain_graph=True)
+    assert any(type(value) is Recipe and value.readers > 1 for value in scope.values())
+    assert all(value.remembered is None for value in scope.values()) and not values._passes
+
+
+def test_a_failed_backward_forgets():
+    scope, loss, y = shared_silu()
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    y.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    assert all(getattr(value, "remembered", None) is None for value in scope.values()) and not values._passes
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_leaks(backward):
+    net, x = small_net()
+
+    def objects():
+        gc.collect()
+        return sum(
+            type(each) in (Kept, Recipe, Opaque, weakref.ref) or isinstance(each, torch.Tensor) for each in gc.get_objects()
+        )
+
+    counts = []
+    gc.disable()  # which nothing may need
+    try:
+        for i in range(10_000 if backward else 1_000):
+            with recompute():
+                loss = net(x).square().mean()
+            if backward:
+                net.zero_grad()
+                loss.backward()
+            if i in (100, 999, 9_999):
+                del loss
+                counts.append(objects())
+    finally:
+        gc.enable()
+    assert max(counts) <= counts[0] + 5
+    assert not values._passes and not hook._bools
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_values_die_with_their_graph(backward):
+    weight = nn.Parameter(torch.randn(4, 4))
+    gc.collect()
+    gc.disable()
+    try:
+        with Scope() as scope:
+            loss = F.relu(Keep.apply((weight @ weight).cumsum(0).exp())).sinc().sum()
+        assert scope.values()
+        if backward:
+            loss.backward()
+        else:
+            del loss
+        assert not scope.values()
+    finally:
+        gc.enable()
+
+
+# What is written to
+
+
+def broken(change):
+    net, x = small_net()
+    with recompute():
+        c = net[0](x)
+        y = net[2](net[1](c))
+        loss = net[3](y).square().mean()
+    with torch.no_grad():
+        change(c, y, net)
+    loss.backward()
+
+
+def test_written_to():
+    broken(lambda c, y, net: None)
+    message = "modified by an inplace operation.*{}"
+    with pytest.raises(RuntimeError, match=message.format("Convolution")):
+        broken(lambda c, y, net: c.mul_(2))
+    with pytest.raises(RuntimeError, match=message.format("SiluBackward0")):
+        broken(lambda c, y, net: y.mul_(2))  # nobody keeps it
+    for parameter in ("weight", "bias"):
+        with pytest.raises(RuntimeError, match=message.format("a leaf")):
+            broken(lambda c, y, net, parameter=parameter: getattr(net[1], parameter).mul_(2))
+
+
+def test_written_to_and_saved_again():
+    """The second value isn't the first."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        weight, other = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4, 4))
+        with scope():
+            x = F.silu(Keep.apply(weight * 2))
+            Keep.apply(x)
+            with torch.no_grad():
+                x.mul_(3)
+            loss = (x * other).sum()
+        return torch.autograd.grad(loss, other)
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("function", [F.silu, lambda x: F.silu(F.hardswish(x))])
+def test_written_to_under_no_grad_before_it_is_saved(function):
+    def run(scope):
+        torch.manual_seed(0)
+        weight, other = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        with scope():
+            F.silu(Keep.apply(weight * 2).clone(), inplace=True) @ other  # which has a version of 1 as well
+            x = function(Keep.apply(weight * 2))
+            with torch.no_grad():
+                x.mul_(3)
+            loss = (x @ other).sum()
+        return torch.autograd.grad(loss, other)
+
+    same_with_scope(run)
+
+
+def test_an_operand_that_was_written_to_is_none():
+    def run(scope):
+        torch.manual_seed(0)
+        weight, other = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        with scope():
+            x = Keep.apply(weight * 2)
+            side = x * x  # noqa: F841, saves x
+            with torch.no_grad():
+                x.mul_(3)
+            loss = (F.relu(x) @ other).sum() + (torch.tanh(x) * other).sum()
+        return torch.autograd.grad(loss, other)
+
+    same_with_scope(run)
+
+
+def test_mask_that_is_written_to():
+    def run(scope):
+        torch.manual_seed(0)
+        one, other = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+        mask = torch.rand(16, 16) > 0.5
+        with scope():
+            side = torch.where(mask, one, 0.0)  # noqa: F841, saves the mask
+            mask.logical_not_()
+            loss = torch.where(mask, one * 2, other).sum()
+        return torch.autograd.grad(loss, [one, other])
+
+    same_with_scope(run)
+
+
+def test_mask_is_packed_once():
+    mask = torch.rand(64, 64) > 0.5
+    x = torch.randn(64, 64, requires_grad=True)
+    with Scope() as scope:
+        y = sum(torch.where(mask, x * i, x) for i in range(4))
+    assert scope.bytes() == 64 * 8
+    y.sum().backward()
+
+
+# Verification
+
+
+def doctor(monkeypatch):
+    """A rule whose formula gives something else as soon as the first of a list isn't 0."""
+    wrong = [0.0]
+    monkeypatch.setattr(verification, "chosen", {})
+    monkeypatch.setitem(RULES, "SiluBackward0", op(lambda x: F.silu(x) + wrong[0]))
+    return wrong
+
+
+def test_a_wrong_rule_is_not_used(monkeypatch):
+    wrong = doctor(monkeypatch)
+    wrong[0] = 1e-3
+
+    def run(scope):
+        net, x = small_net()
+        with scope():
+            loss = net(x).square().mean()
+        return gradients(net, loss)
+
+    same_with_scope(run)
+    assert None in verification.chosen.values()
+
+
+def test_check(monkeypatch):
+    wrong = doctor(monkeypatch)
+    net, x = small_net()
+    with recompute():
+        expected = gradients(net, net(x).square().mean())
+    wrong[0] = 1e-3
+    with pytest.raises(RuntimeError, match=r"recompute: SiluBackward0, shape \[2, 8, 6, 6\], torch.float32, saved by Conv2d"):
+        with recompute(check=True):
+            loss = net(x).square().mean()
+    for one, other in zip(gradients(net, loss), expected, strict=True):
+        assert_same(one, other)
+    wrong[0] = 0
+    with recompute(check=True):
+        net(x).square().mean().backward()
+
+
+def test_the_hook_never_raises(monkeypatch):
+    def fail(step):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(hook.log, "debug", lambda *_, **__: None)
+    for name in RULES:
+        monkeypatch.setitem(RULES, name, fail)
+
+    def run(scope):
+        net, x = small_net()
+        with scope():
+            loss = net(x).square().mean()
+        return gradients(net, loss)
+
+    same_with_scope(run)
+
+
+def test_arguments(monkeypatch):
+    with pytest.raises(TypeError, match="recompute: expected a torch.nn.Module, got function"):
+        recompute(lambda: None)
+    with pytest.raises(TypeError):
+        recompute(nn.ReLU(), True)
+    monkeypatch.setattr(scope, "IS_AVAILABLE", False)
+    with pytest.raises(RuntimeError, match="recompute: expected torch 2.6 or newer, got 2"):
+        recompute()
+
+
+# Programs at random
+
+UNARY = [
+    F.relu,
+    F.silu,
+    F.gelu,
+    torch.tanh,
+    torch.sigmoid,
+    torch.neg,
+    F.hardswish,
+    lambda x: x * 0.5,
+    lambda x: x + 1,
+    lambda x: x * x,
+    lambda x: F.relu6(x.clone(), inplace=True),
+    lambda x: x.mul_(1.5),
+    lambda x: F.relu(x, inplace=True),
+    lambda x: x.transpose(0, 1),
+    lambda x: x.view(4, 2, 8).reshape(8, 8).contiguous(),
+    lambda x: x.chunk(2, 1)[0].repeat(1, 2),
+    lambda x: F.layer_norm(x, (8,)),
+    lambda x: x.bfloat16(),
+    lambda x: x.float(),
+    lambda x: x[:, None].expand(-1, 2, -1)[:, 1],
+    lambda x: x.t().clone(),
+    lambda x: F.dropout(x, 0.2),
+    lambda x: torch.native_dropout(x, 0.2, True)[0],
+    lambda x: x.masked_fill(x > 1, 0),
+    lambda x: F.threshold(x, 0.1, 7),
+    lambda x: x.cumsum(0) * 0.1,
+    lambda x: x.softmax(1),
+    lambda x: x.detach() * x,
+    lambda x: x.roll(1, 0),
+    lambda x: x.flip(1),
+]
+BINARY = [
+    torch.add,
+    torch.mul,
+    torch.sub,
+    torch.maximum,
+    lambda a, b: torch.where(a > b, a, b),
+    lambda a, b: torch.cat([a, b], 0)[::2].contiguous(),
+    lambda a, b: a.add_(b),
+    lambda a, b: torch.lerp(a, b.to(a.dtype), 0.3),
+]
+NUMBER = st.integers(0, 99)
+INSTRUCTION = st.tuples(st.sampled_from(["unary", "unary", "unary", "binary", "matmul", "keep"]), NUMBER, NUMBER, NUMBER)
+
+
+def interpret(program, model, dtype):
+    tensors = [Keep.apply(model.a @ model.b).to(dtype)]
+    for kind, op, i, j in program:
+        x, y = tensors[i % len(tensors)], tensors[j % len(tensors)]
+        if kind == "unary":
+            result = UNARY[op % len(UNARY)](x)
+        elif kind == "binary":
+            result = BINARY[op % len(BINARY)](x, y)
+        else:
+            result = (x.float() @ model.b).tanh() if kind == "matmul" else Keep.apply(x)
+        tensors.append(result)
+    # All is differentiated: of a branch that isn't, a recipe may keep what the branch saved.
+    return sum((each.float() * torch.linspace(0, 1, 8)).sum() for each in tensors)
+
+
+@settings(max_examples=int(os.environ.get("EXAMPLES", "300")), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(INSTRUCTION, min_size=3, max_size=16),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+)
+def test_programs(program, dtype):
+    torch.manual_seed(1)
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def run(scope):
+        torch.manual_seed(0)
+        model.zero_grad()
+        with scope:
+            loss = interpret(program, model, dtype)
+        kept = scope.bytes(model) if isinstance(scope, Plain) else None
+        loss.backward()
+        return [loss.detach(), model.a.grad, model.b.grad], kept
+
+    try:
+        expected, _ = run(contextlib.nullcontext())
+    except RuntimeError:
+        return  # no program, or it writes to what is saved
+    _, before = run(Plain())
+    found, after = run(Scope())
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
+    assert after <= before
