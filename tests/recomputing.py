@@ -118,6 +118,7 @@ def step(model, loss_of, scope, seed=0):
 
 def compare(model, loss_of, steps=2, knows_model=True):
     """Train two copies, without and with the scope; returns the bytes that each kept, and the counts of the latter's values."""
+    torch.backends.cudnn.deterministic = True
     plain, scoped = copy.deepcopy(model), copy.deepcopy(model)
     optimizers = [torch.optim.SGD(each.parameters(), 1e-2) for each in (plain, scoped)]
     for seed in range(steps):

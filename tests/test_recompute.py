@@ -616,9 +616,11 @@ def test_check(monkeypatch):
     with recompute():
         expected = gradients(net, net(x).square().mean())
     wrong[0] = 1e-3
-    with pytest.raises(RuntimeError, match=r"recompute: SiluBackward0, shape \[2, 8, 6, 6\], torch.float32, saved by Conv2d"):
-        with recompute(check=True):
-            loss = net(x).square().mean()
+    with (
+        pytest.raises(RuntimeError, match=r"recompute: SiluBackward0, shape \[2, 8, 6, 6\], torch.float32, saved by Conv2d"),
+        recompute(check=True),
+    ):
+        loss = net(x).square().mean()
     for one, other in zip(gradients(net, loss), expected, strict=True):
         assert_same(one, other)
     wrong[0] = 0
@@ -644,12 +646,12 @@ def test_the_hook_never_raises(monkeypatch):
 
 
 def test_arguments(monkeypatch):
-    with pytest.raises(TypeError, match="recompute: expected a torch.nn.Module, got function"):
+    with pytest.raises(TypeError, match=r"recompute: expected a torch.nn.Module, got function"):
         recompute(lambda: None)
     with pytest.raises(TypeError):
         recompute(nn.ReLU(), True)
     monkeypatch.setattr(scope, "IS_AVAILABLE", False)
-    with pytest.raises(RuntimeError, match="recompute: expected torch 2.6 or newer, got 2"):
+    with pytest.raises(RuntimeError, match=r"recompute: expected torch 2.6 or newer, got 2"):
         recompute()
 
 
@@ -703,12 +705,12 @@ INSTRUCTION = st.tuples(st.sampled_from(["unary", "unary", "unary", "binary", "m
 
 def interpret(program, model, dtype):
     tensors = [Keep.apply(model.a @ model.b).to(dtype)]
-    for kind, op, i, j in program:
+    for kind, number, i, j in program:
         x, y = tensors[i % len(tensors)], tensors[j % len(tensors)]
         if kind == "unary":
-            result = UNARY[op % len(UNARY)](x)
+            result = UNARY[number % len(UNARY)](x)
         elif kind == "binary":
-            result = BINARY[op % len(BINARY)](x, y)
+            result = BINARY[number % len(BINARY)](x, y)
         else:
             result = (x.float() @ model.b).tanh() if kind == "matmul" else Keep.apply(x)
         tensors.append(result)

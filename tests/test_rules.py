@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from activations_cuda.recipes import norms
+from activations_cuda.recipes import norms, verification
 from activations_cuda.recipes.rules import RULES
 from recomputing import Keep, Scope, compare
 
@@ -243,25 +243,29 @@ def test_batch_norm_of_any_dimension(shape, dtype, device):
     assert after < before
 
 
-def test_a_norm_with_a_zero_weight_proves_no_formula(monkeypatch):
-    """Residual networks begin so: any formula fits, and the next step needs the right one."""
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_as_it_is_initialized_proves_no_formula(weight, dtype, monkeypatch):
+    """With such a weight and without a bias many formulas agree, and the next step needs the right one."""
 
-    def nearly(x, w, b, mean, invstd, eps):
-        return F.batch_norm(x, None, None, w, b, True, 0.0, eps) * (1 + 1e-6)
+    def unfused(x, w, b, mean, invstd, eps):
+        x, w, b, mean, invstd = norms._wide(x, *norms._along_channels(x, w, b, mean, invstd))
+        return (x * (invstd * w) + (b - mean * (invstd * w))).to(dtype)
 
-    rule = norms.batch_norm((nearly, norms._batch_norm_whole), "result1", "result2", "eps")
+    formulas = unfused, norms._batch_norm_whole
+    rule = norms.batch_norm(formulas, norms.native_batch_norm, "result1", "result2", "eps")
     monkeypatch.setitem(RULES, "NativeBatchNormBackward0", rule)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
-    nn.init.zeros_(net[1].weight)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)).to(dtype)
+    net[1].float()
+    nn.init.constant_(net[1].weight, weight)
 
     def loss(model):
-        return model(torch.randn(2, 3, 8, 8)).square().sum()
+        return model(torch.randn(2, 3, 16, 16, dtype=dtype)).square().sum()
 
-    compare(net, loss, steps=1)
-    nn.init.ones_(net[1].weight)
-    before, after, _ = compare(net, loss)
-    assert after < before
+    chosen = verification.chosen.copy()
+    compare(net, loss, steps=3)
+    assert norms._batch_norm_whole in {verification.chosen[each] for each in verification.chosen.keys() - chosen.keys()}
 
 
 def test_a_rule_of_the_first_output_is_not_for_others():

@@ -30,7 +30,7 @@ from activations_cuda.recipes.values import (
     computing,
     view_of,
 )
-from activations_cuda.recipes.verification import is_identical, log, verify
+from activations_cuda.recipes.verification import Candidates, Formula, is_identical, log, verify
 
 _key = object()  # of this package's entries in a node's metadata, together with the output's number
 
@@ -50,7 +50,9 @@ class Hook:
     def __init__(self, norms: Mapping[int, nn.Module], check: bool, outer: Hooks | None) -> None:
         self.norms, self.check, self.outer = norms, check, outer
         self.mismatch: str | None = None
-        self._untried: list[tuple[Recipe, tuple[Any, ...]]] = []
+        # While a recipe is made: those that haven't been verified, and those of its operands that nobody has saved.
+        self._untried: list[tuple[Recipe, Formula | Candidates]] = []
+        self._between: dict[tuple[Node, int], Value] = {}
 
     def pack(self, tensor: Tensor) -> Value | Opaque:
         """Autograd's pack hook. Whatever goes wrong, the tensor is kept: an error here would leave a hole in the graph."""
@@ -118,11 +120,12 @@ class Hook:
 
     def find(self, node: Node, number: int, depth: int) -> Value:
         """The value of an operand: somebody keeps it, it is a parameter, or it follows from such."""
-        value = _found(node, number)
+        value = _found(node, number) or self._between.get((node, number))
         if value is None:
-            value = Kept(node.variable) if node.name() == LEAF else self._derive(node, number, None, depth)  # type: ignore[attr-defined]
-            return _noted(value, node, number)
-        if not value.is_current():
+            if node.name() == LEAF:
+                return _noted(Kept(node.variable), node, number)  # type: ignore[attr-defined]
+            value = self._between[node, number] = self._derive(node, number, None, depth)
+        elif not value.is_current():
             raise Underivable
         return value
 
@@ -136,23 +139,25 @@ class Hook:
         """A recipe that replaces a tensor, or None."""
         if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             return None  # others have the rest of its memory, which would stay
-        self._untried = []
         try:
             recipe = self._derive(node, number, tensor, 0)
             recipe.replace(tensor)
             if self._untried and not verify(recipe, self._untried, tensor):
                 return None
+            if self.check and not self._fits(recipe, tensor):
+                self.mismatch = self.mismatch or _describe(node, tensor)
+                return None
+            for (operand, i), value in self._between.items():
+                _noted(value, operand, i)
+            return recipe
         except Underivable:
             return None
         finally:
-            self._untried = []
-        if self.check:
-            with computing():
-                fits = is_identical(recipe.compute(), tensor)
-            if not fits:
-                self.mismatch = self.mismatch or _describe(node, tensor)
-                return None
-        return recipe
+            self._untried, self._between = [], {}
+
+    def _fits(self, recipe, tensor):
+        with computing():
+            return is_identical(recipe.compute(), tensor)
 
     def _derive(self, node, number, tensor, depth):
         """The recipe of a node's output by its rule."""
@@ -161,14 +166,13 @@ class Hook:
         if rule is None or depth > MAX_DEPTH or (number and name not in OF_ALL_OUTPUTS):
             raise Underivable
         step = Step(self, node, number, tensor, depth)
-        formulas, operands, arguments = rule(step)
-        formulas = formulas if isinstance(formulas, tuple) else (formulas,)
+        formula, operands, arguments = rule(step)
         stride, version = (None, 0) if tensor is None else (tensor.stride(), tensor._version)
         # Of numbers the type will do: other values take the same path, and sizes are all here.
         configuration = (
             name,
             number,
-            formulas,
+            formula,
             tuple([each.signature() if isinstance(each, Value) else type(each) for each in operands]),
             tuple([float if type(each) is float else each for each in arguments]),
             step.shape,
@@ -177,12 +181,12 @@ class Hook:
             step.meta.dtype,
             step.meta.device,
         )
-        formula = verification.chosen.get(configuration, formulas)
-        if formula is None:
+        known = verification.chosen.get(configuration, formula)
+        if known is None:
             raise Underivable
-        recipe = Recipe(name, formula, operands, arguments, configuration, step.shape, stride)
+        recipe = Recipe(name, known, operands, arguments, configuration, step.shape, stride)
         if configuration not in verification.chosen or step.is_assumed:
-            self._untried.append((recipe, formulas))
+            self._untried.append((recipe, formula))
         return recipe
 
 

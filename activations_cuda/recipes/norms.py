@@ -12,6 +12,9 @@ import torch.nn.functional as F
 
 from activations_cuda.recipes.step import Step
 from activations_cuda.recipes.values import Kept, Underivable
+from activations_cuda.recipes.verification import Candidates, Formula
+
+EPS = 1e-5  # in trials, where a node doesn't save its own
 
 
 def _fma(a, b, c):
@@ -30,6 +33,12 @@ def _along_channels(x, *tensors):
     return [None if tensor is None else tensor.view(shape) for tensor in tensors]
 
 
+def _first_of_channels(x, mean, rstd, *_):
+    groups = rstd.numel() if rstd.dim() == 1 else rstd.size(1)
+    mean, rstd = (each.reshape(-1)[:groups].repeat_interleave(x.size(1) // groups) for each in (mean, rstd))
+    return (x[0].reshape(x.size(1), -1)[:, 0] - mean) * rstd
+
+
 def _bias(step, i, weight):
     """The bias of a norm, which its node doesn't save."""
     if step.node.next_functions[i][0] is not None:
@@ -43,25 +52,43 @@ def _bias(step, i, weight):
     return None if norm.bias is None else Kept(norm.bias)
 
 
+def _without_eps_and_with(candidates):
+    """The last formula is the op itself, which needs eps."""
+    return Candidates(candidates.formulas[:-1], candidates.op, candidates.first), candidates
+
+
 def _eps(step, weight):
     return getattr(step.norm(weight), "eps", None)
 
 
-def batch_norm(formulas, mean: str, invstd: str, eps: str):
+def batch_norm(formulas: tuple[Formula, ...], op: Any, mean: str, invstd: str, eps: str) -> Any:
     """The rule of a batch norm whose node has its statistics and eps by these names."""
+    candidates = Candidates(formulas, op, _first_of_channels)
 
     def rule(step: Step) -> tuple[Any, ...]:
         x, w = step.operand(0, "input"), step.operand(1, "weight")
         b = _bias(step, 2, w)
-        if not step.node._saved_training:
-            return (_batch_norm_eval,), (x, w, b, step.saved("running_mean"), step.saved("running_var")), step.arguments(eps)
-        return formulas, (x, w, b, step.saved(mean), step.saved(invstd)), step.arguments(eps)
+        if not step.node._saved_training:  # type: ignore[attr-defined]
+            return _batch_norm_eval, (x, w, b, step.saved("running_mean"), step.saved("running_var")), step.arguments(eps)
+        return candidates, (x, w, b, step.saved(mean), step.saved(invstd)), step.arguments(eps)
 
     return rule
 
 
 def _batch_norm_eval(x, w, b, mean, var, eps):
     return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
+
+
+def native_batch_norm(x, w, b, eps):
+    return torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)
+
+
+def cudnn_batch_norm(x, w, b, eps):
+    return torch.cudnn_batch_norm(x, w, b, None, None, True, 0.0, eps)
+
+
+def miopen_batch_norm(x, w, b, eps):
+    return torch.miopen_batch_norm(x, w, b, None, None, True, 0.0, eps)
 
 
 def _batch_norm_affine(x, w, b, mean, invstd, eps):
@@ -83,24 +110,38 @@ def _batch_norm_scaled(x, w, b, mean, invstd, eps):
 
 
 def _batch_norm_whole(x, w, b, mean, invstd, eps):
-    return torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)[0]
+    return native_batch_norm(x, w, b, eps)[0]
 
 
 def _batch_norm_cudnn(x, w, b, mean, invstd, eps):
-    return torch.cudnn_batch_norm(x, w, b, None, None, True, 0.0, eps)[0]
+    return cudnn_batch_norm(x, w, b, eps)[0]
+
+
+def _batch_norm_miopen(x, w, b, mean, invstd, eps):
+    return miopen_batch_norm(x, w, b, eps)[0]
 
 
 NATIVE = _batch_norm_affine, _batch_norm_elementwise, _batch_norm_whole
-CUDNN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_cudnn
+CUDNN = _batch_norm_scaled, _batch_norm_elementwise, _batch_norm_cudnn
+MIOPEN = _batch_norm_scaled, _batch_norm_elementwise, _batch_norm_miopen
 
 
 def layer_norm(step: Step) -> tuple[Any, ...]:
     x, w, b = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
     eps = _eps(step, w)  # not saved, and needed only if the statistics were rounded to a half type
-    formulas = (
-        (_layer_norm_affine, _layer_norm_cuda) if eps is None else (_layer_norm_whole, _layer_norm_affine, _layer_norm_cuda)
+    return (
+        _LAYER_NORM[eps is not None],
+        (x, w, b, step.saved("result1"), step.saved("result2")),
+        (*step.arguments("normalized_shape"), eps),
     )
-    return formulas, (x, w, b, step.saved("result1"), step.saved("result2")), (*step.arguments("normalized_shape"), eps)
+
+
+def _layer_norm_op(x, w, b, shape, eps):
+    return torch.native_layer_norm(x, shape, w, b, EPS if eps is None else eps)
+
+
+def _first_of_rows(x, mean, rstd, shape, eps):
+    return (x.reshape(-1, *shape)[0] - mean.reshape(-1)[0]) * rstd.reshape(-1)[0]
 
 
 def _layer_norm_affine(x, w, b, mean, rstd, shape, eps):
@@ -112,19 +153,28 @@ def _layer_norm_affine(x, w, b, mean, rstd, shape, eps):
 def _layer_norm_cuda(x, w, b, mean, rstd, shape, eps):
     """Vectorised on CUDA."""
     X, w, b, mean, rstd = _wide(x, w, b, mean, rstd)
-    return _fma(w, rstd * (X - mean), b).to(x.dtype)
+    y = rstd * (X - mean)
+    return (_fma(w, y, b) if w is not None else y if b is None else y + b).to(x.dtype)
 
 
 def _layer_norm_whole(x, w, b, mean, rstd, shape, eps):
     return torch.native_layer_norm(x, shape, w, b, eps)[0]
 
 
+_LAYER_NORM = _without_eps_and_with(
+    Candidates((_layer_norm_affine, _layer_norm_cuda, _layer_norm_whole), _layer_norm_op, _first_of_rows)
+)
+
+
 def group_norm(step: Step) -> tuple[Any, ...]:
     x, w = step.operand(0, "input"), step.operand(1, "weight")
     operands = x, w, _bias(step, 2, w), step.saved("result1"), step.saved("result2")
     eps = getattr(step.node, "_saved_eps", None) or _eps(step, w)  # not saved from torch 2.15 on
-    formulas = (_group_norm_affine, _group_norm_centred, _group_norm_whole)
-    return formulas[: 2 if eps is None else 3], operands, (*step.arguments("N", "C", "HxW", "group"), eps)
+    return _GROUP_NORM[eps is not None], operands, (*step.arguments("N", "C", "HxW", "group"), eps)
+
+
+def _group_norm_op(x, w, b, n, c, hw, groups, eps):
+    return torch.native_group_norm(x, w, b, n, c, hw, groups, EPS if eps is None else eps)
 
 
 def _along_groups(x, w, b, mean, rstd, n, c, groups):
@@ -149,15 +199,28 @@ def _group_norm_whole(x, w, b, mean, rstd, n, c, hw, groups, eps):
     return torch.native_group_norm(x, w, b, n, c, hw, groups, eps)[0]
 
 
+_GROUP_NORM = _without_eps_and_with(
+    Candidates((_group_norm_affine, _group_norm_centred, _group_norm_whole), _group_norm_op, _first_of_channels)
+)
+
+
 def rms_norm(step: Step) -> tuple[Any, ...]:
-    operands = step.operand(0, "input"), step.operand(1, "weight"), step.saved("result1")
-    return (_rms_norm, _rms_norm_whole), operands, step.arguments("normalized_shape", "eps")
+    x, w = step.operand(0, "input"), step.operand(1, "weight")
+    eps = _eps(step, w)
+    return _RMS_NORM[eps is not None], (x, w, None, step.saved("result1")), (*step.arguments("normalized_shape"), eps)
 
 
-def _rms_norm(x, w, rstd, shape, eps):
+def _rms_norm_op(x, w, b, shape, eps):
+    return torch._fused_rms_norm(x, shape, w, EPS if eps is None else eps)
+
+
+def _rms_norm(x, w, b, rstd, shape, eps):
     X, W, rstd = _wide(x, w, rstd)
     return (X * rstd if W is None else X * rstd * W).to(x.dtype)
 
 
-def _rms_norm_whole(x, w, rstd, shape, eps):
+def _rms_norm_whole(x, w, b, rstd, shape, eps):
     return torch._fused_rms_norm(x, shape, w, eps)[0]
+
+
+_RMS_NORM = _without_eps_and_with(Candidates((_rms_norm, _rms_norm_whole), _rms_norm_op, _first_of_rows))

@@ -81,8 +81,8 @@ def cast(step: Step) -> tuple[Any, ...]:
     try:
         input = step.operand(0)
     except Underivable:
-        halves = torch.bfloat16, torch.float16
-        if step.tensor is None or source is None or step.meta.dtype is not torch.float32 or source.dtype not in halves:
+        is_widened = source is not None and source.dtype in (torch.bfloat16, torch.float16) and step.meta.dtype is torch.float32
+        if step.tensor is None or node is None or not is_widened:
             raise
         input = step.keep(step.tensor.to(source.dtype), node, number)
     return torch.Tensor.to, (input,), (step.meta.dtype,)
@@ -211,9 +211,9 @@ RULES: dict[str, Rule] = {
     "RreluWithNoiseBackward0": rrelu,
     "GluBackward0": op(F.glu, "dim"),
     # normalisations
-    "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, "result1", "result2", "eps"),
-    "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, "result1", "result2", "epsilon"),
-    "MiopenBatchNormBackward0": norms.batch_norm(norms.NATIVE, "result1", "result2", "epsilon"),
+    "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "result1", "result2", "eps"),
+    "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, norms.cudnn_batch_norm, "result1", "result2", "epsilon"),
+    "MiopenBatchNormBackward0": norms.batch_norm(norms.MIOPEN, norms.miopen_batch_norm, "result1", "result2", "epsilon"),
     "NativeLayerNormBackward0": norms.layer_norm,
     "NativeGroupNormBackward0": norms.group_norm,
     "FusedRmsNormBackward0": norms.rms_norm,

@@ -20,7 +20,7 @@ IS_AVAILABLE = hasattr(_autograd, "_top_saved_tensors_default_hooks") and hasatt
 
 
 class _Entered(threading.local):
-    def __init__(self):
+    def __init__(self) -> None:
         self.hooks: list[Hook | None] = []
 
 
@@ -39,16 +39,16 @@ class recompute:
     The output of an inexpensive op, such as a normalization, an activation, an addition or a cast, whose operands are saved
     anyway is replaced by a recipe, and computed again when the backward pass needs it. What each op repeats to the bit is
     verified the first time that it runs with given sizes, dtypes and layouts: where it doesn't, the tensor is saved as ever.
-    Nothing of the model is touched. It holds for the calling thread, may be entered again within itself, and does nothing within
-    torch.compile, torch.func's transforms and functions that non-reentrant checkpoint runs.
+    Nothing of the model is touched. The scope holds for the calling thread and may be entered again within itself. It does
+    nothing within torch.compile, torch.func's transforms and functions that non-reentrant checkpoint runs.
 
     Args:
         model: the module, if parameters of its norms are frozen; their outputs follow only if these are known.
         check: compare every recipe with its tensor, in every step, and raise an error where they differ.
 
     Raises:
-        RuntimeError: at the end of a scope with ``check=True``, if a recipe gave other bits. In backward, if what a recipe reads
-            or replaced was written to in place since, as autograd would. With a PyTorch that lacks the interfaces.
+        RuntimeError: at the end of a scope with ``check=True``, if a recipe gave other bits. In backward, as autograd would, if
+            what a recipe reads or replaced was written to in place since. With a PyTorch that lacks the interfaces.
         TypeError: ``model`` isn't a module.
     """
 

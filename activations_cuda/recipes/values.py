@@ -1,8 +1,8 @@
 """What stands for a saved tensor: the tensor itself, kept, or a recipe, which computes it from other values.
 
-A value is owned by whoever saved it, that is by the result of autograd's hook, and by the recipes that need it. So nothing lives
-longer than PyTorch would keep it, but for what a recipe reads. A value doesn't refer to a node of the graph: a cycle would pass
-through C++, where the garbage collector doesn't look.
+A value is owned by whoever saved it, that is by the result of autograd's hook, and by the recipes that need it. So nothing
+lives longer than PyTorch would keep it, but for what a recipe reads. A value doesn't refer to a node of the graph: a cycle
+would pass through C++, where the garbage collector doesn't look.
 """
 
 import threading
@@ -178,6 +178,7 @@ class Recipe(Value):
         self.source, self.formula, self.operands, self.arguments = source, formula, operands, arguments
         self.configuration, self.shape, self.stride = configuration, shape, stride
         self.counter: Tensor | None = None
+        self.max_writes: int
         values = [operand for operand in operands if isinstance(operand, Value)]
         self.roots = values[0].roots if len(values) == 1 else tuple({root: None for each in values for root in each.roots})
         self.depth = 1 + max(value.depth for value in values)
@@ -304,7 +305,7 @@ def unpack(value: Value | Opaque) -> Tensor:
     """Autograd's unpack hook: the tensor again."""
     if isinstance(value, Recipe):
         value.check_unwritten()
-    elif isinstance(value, Opaque) or value.hooks is None:
+    elif isinstance(value, Opaque) or (isinstance(value, Kept) and value.hooks is None):
         return value.tensor()
     with _lock, computing():
         return value.tensor()

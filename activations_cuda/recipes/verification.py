@@ -1,27 +1,73 @@
-"""Trust but verify: a formula is used where it has once given what PyTorch's op gave, all of it, to the bit.
+"""Trust but verify: a recipe is used where it has once given what PyTorch's ops gave, all of it, to the bit.
 
-Which formula an op has depends on dtype, device, layout and sizes. So each of these *configurations* is tried at its first use.
+Which formula an op has depends on device, dtype, layout and sizes. So each of these *configurations* is tried at its first use.
+The tensor at hand would prove little of a normalisation: with a weight of one and a bias of zero, as all have them at first,
+many formulas agree, and half types hide most differences. So its formula is chosen by trials with other parameters.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from activations_cuda.recipes.values import Recipe, computing
+from activations_cuda.recipes.values import Recipe, Value, computing
 
 log = logging.getLogger("activations_cuda")
 
+Formula = Callable[..., Tensor]
+
 # A recipe's configuration -> the formula that fits, or None if none does.
-chosen: dict[tuple[Any, ...], Callable[..., Tensor] | None] = {}
+chosen: dict[tuple[Any, ...], Formula | None] = {}
+
+ELEMENTS_TRIED = 2**22  # at least, in at most so many trials
+MAX_TRIALS = 64
+
+
+@dataclass(eq=False)
+class Candidates:
+    """Formulas of a normalisation's output, given (input, weight, bias, *statistics, *arguments), the cheapest first.
+
+    Attributes:
+        formulas: one of which is to fit.
+        op: PyTorch's own, given (input, weight, bias, *arguments); returns the output and the statistics.
+        first: of (input, *statistics), the first normalised element for each of the weight.
+    """
+
+    formulas: tuple[Formula, ...]
+    op: Callable[..., tuple[Tensor, ...]]
+    first: Callable[..., Tensor]
+
+    def choose(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Formula | None:
+        generator = torch.Generator(input.device).manual_seed(0)
+        formulas = list(self.formulas)
+        for _ in range(max(4, min(MAX_TRIALS, ELEMENTS_TRIED // input.numel()))):
+            if weight is not None:
+                weight = torch.empty_like(weight).normal_(generator=generator)
+            if bias is not None:
+                # Where product and bias cancel out, what is left is how they were rounded: half types show it too.
+                product = self.first(input, *others).double()
+                bias = (product if weight is None else product * weight).neg().to(bias.dtype)
+            formulas = [formula for formula in formulas if self._fits(formula, input, weight, bias, others)]
+        return formulas[0] if formulas else None
+
+    def _fits(self, formula, input, weight, bias, others):
+        statistics = [each for each in others if isinstance(each, Tensor)]
+        arguments = others[len(statistics) :]
+        output, *found = self.op(input, weight, bias, *arguments)
+        try:
+            result = formula(input, weight, bias, *found[: len(statistics)], *arguments)
+        except RuntimeError as error:  # an op that isn't for this device or dtype
+            log.debug("recompute: %s: %s", formula.__name__, error)
+            return False
+        return is_identical(result, output)
 
 
 def is_identical(a: Tensor, b: Tensor) -> bool:
-    """To the bit, strides too: signs of zeros and the payloads of NaNs count."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
+    """To the bit: signs of zeros and the payloads of NaNs count."""
+    if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
@@ -31,29 +77,19 @@ def is_identical(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def _is_telling(tensor):
-    """Whether its elements differ enough to tell formulas apart: any fits a weight of zero, as some norms have it at first."""
-    flat = tensor.reshape(-1)
-    return len(torch.unique(flat[:: 1 + len(flat) // 1024])) > 32
-
-
-def verify(recipe: Recipe, untried: Sequence[tuple[Recipe, tuple[Callable[..., Tensor], ...]]], tensor: Tensor) -> bool:
-    """Find formulas for all recipes that haven't been tried yet, of which `recipe` is the last, that give this tensor."""
+def verify(recipe: Recipe, untried: Sequence[tuple[Recipe, Formula | Candidates]], tensor: Tensor) -> bool:
+    """Choose formulas for the recipes that haven't been tried yet, of which `recipe` is the last, and compare with its tensor."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # comparing waits for the device
-    for choice in itertools.product(*(formulas for _, formulas in untried)):
-        for (each, _), formula in zip(untried, choice, strict=True):
-            each.formula = formula
-        try:
-            with computing():
-                fits = is_identical(recipe.compute(), tensor)
-        except Exception as error:  # an op that isn't for this device or dtype
-            log.debug("recompute: %s: %s", recipe.source, error)
-            continue
-        if fits:
-            if all(len(formulas) == 1 for _, formulas in untried) or _is_telling(tensor):
-                chosen.update((each.configuration, each.formula) for each, _ in untried)
-            return True
-    log.debug("recompute: no formula of %s fits, shape %s, %s: kept", recipe.source, list(tensor.shape), tensor.dtype)
-    chosen.setdefault(recipe.configuration, None)
-    return False
+    with computing():
+        for each, formula in untried:
+            if isinstance(formula, Candidates):
+                operands = [operand.tensor() if isinstance(operand, Value) else operand for operand in each.operands]
+                each.formula = formula.choose(*operands, *each.arguments)
+        fits = all(each.formula for each, _ in untried) and is_identical(recipe.compute(), tensor)
+    if fits:
+        chosen.update((each.configuration, each.formula) for each, _ in untried)
+    else:
+        log.debug("recompute: %s: no formula fits, shape %s, %s: kept", recipe.source, list(tensor.shape), tensor.dtype)
+        chosen[recipe.configuration] = None
+    return fits
