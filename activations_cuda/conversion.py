@@ -102,6 +102,7 @@ def convert(
     *inputs: Any,
     classes: type | Iterable[type] | None = None,
     example_inputs: Any = None,
+    recompute: bool = False,
     **keyword_inputs: Any,
 ) -> nn.Module:
     """Let a model's activations save less for backward: the same numbers, in less memory.
@@ -128,6 +129,8 @@ def convert(
             Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with inputs, also ReLU, GELU, SiLU, Hardswish and
             Mish.
         example_inputs: the inputs, by keyword.
+        recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit. Of
+            the activations only the piecewise-linear ones are converted then, by default: a smooth one's output is recomputed.
         keyword_inputs: keyword arguments of the forward pass.
 
     Returns:
@@ -136,14 +139,18 @@ def convert(
 
     Raises:
         TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that are no arguments.
-        ValueError: a class that isn't in the family, or ``classes`` were named and the model has none of them to convert.
+        ValueError: a class that isn't in the family, ``classes`` were named and the model has none of them to convert, or with
+            ``recompute=True`` a model that has a forward of its own instead of its class's.
         RuntimeError: the forward pass depends on the values of tensors on the meta device.
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
+    if recompute and not calls_its_class(unwrapped(model)):
+        raise ValueError("convert: expected a model that calls its class's forward, got one with its own")
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
     if surveyed:
-        functions = [FUNCTIONS[kind] for kind in (OURS if named is None else named)]
+        kinds = [kind for kind, name in FUNCTIONS.items() if not (recompute and _C.family[name].saves_output)]
+        functions = [FUNCTIONS[kind] for kind in (kinds if named is None else named)]
         found = survey("convert", model, inputs, keyword_inputs, example_inputs, functions)
         names, lines = found.converts(), summary(found.decisions())
         names = {_originals.get(module, module): functions for module, functions in names.items()}
@@ -163,10 +170,14 @@ def convert(
     if named and not names:
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
-    if surveyed:
+    if surveyed or recompute:
         revert_all(model)
     _replace(model, names)
-    if are_candidates and not names:
+    if recompute:
+        root = unwrapped(model)
+        set_class(root, class_for(root, names.get(root, frozenset()), recomputes=True))
+        lines.append("the rest is recomputed")
+    if are_candidates and not names and not recompute:
         warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
     else:
         _say("convert: %s", "; ".join(lines))

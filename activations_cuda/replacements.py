@@ -10,6 +10,7 @@ import sys
 import types
 from abc import ABCMeta
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache, partial
 from inspect import unwrap
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import functional, modules
 from activations_cuda._torch_version import is_dynamo_compiling, is_exporting
+from activations_cuda.recipes import recompute
 
 OURS: dict[type, type] = {getattr(nn, name): getattr(modules, name) for name in modules.__all__}
 ORIGINALS = {ours: original for original, ours in OURS.items()}
@@ -117,7 +119,7 @@ class _ForwardMode(FunctionMode):
         if is_dynamo_compiling():  # a part of the forward
             return False
         frame = caller(FORWARD, MODULE_CALL, CHECKPOINT)
-        return frame is not None and frame.f_code is FORWARD and frame.f_locals["mode"] is self
+        return frame is not None and frame.f_code is FORWARD and frame.f_locals.get("mode") is self
 
 
 @cache
@@ -130,13 +132,14 @@ class Converted(modules.Activation):
 
     _fastact_original: type
     _fastact_names: frozenset[str]
+    _fastact_recomputes: bool
 
     def __init_subclass__(cls, **kwargs):
         """Hides a hook of the original class, which is meant only for the user's own subclasses."""
 
     def _get_name(self):
-        names = ", ".join(f"activations_cuda.{name}" for name in sorted(self._fastact_names))
-        return f"{self._fastact_original.__name__}[{names}]"
+        names = [*sorted(self._fastact_names), *(["recompute"] if self._fastact_recomputes else [])]
+        return f"{self._fastact_original.__name__}[{', '.join(f'activations_cuda.{name}' for name in names)}]"
 
     def __reduce_ex__(self, protocol):
         reduced, kind = super().__reduce_ex__(protocol), type(self)
@@ -145,7 +148,7 @@ class Converted(modules.Activation):
         make, arguments, *rest = reduced
         # Without the class itself, which no Python module holds.
         own = _with_original(kind, (make, *arguments))
-        return _made, (original_of(kind), kind._fastact_names, *own), *rest
+        return _made, (original_of(kind), (kind._fastact_names, kind._fastact_recomputes), *own), *rest
 
 
 def _with_original(kind, value):
@@ -157,11 +160,11 @@ def _with_original(kind, value):
     return original_of(kind) if value is kind else value
 
 
-def _made(original, names, make, *arguments):
+def _made(original, what, make, *arguments):
     """Makes a module of its own class, then one of ours of it."""
     module = make(*arguments)
     if type(module) is original:
-        set_class(module, _converted_class(original, names))
+        set_class(module, _converted_class(original, *what))
     return module
 
 
@@ -172,22 +175,27 @@ def _forward(self, *args, **kwargs):
     # Without a gradient nothing is saved, and PyTorch's fast paths for inference step aside where there is a mode.
     if not torch.is_grad_enabled() or is_dynamo_compiling() or is_exporting():
         return forward(*args, **kwargs)
-    with _forward_mode(self._fastact_names) as mode:  # noqa: F841, which is_meant looks for
+    with ExitStack() as stack:
+        if self._fastact_recomputes:
+            stack.enter_context(recompute(self))
+        if self._fastact_names:
+            mode = stack.enter_context(_forward_mode(self._fastact_names))  # noqa: F841, which is_meant looks for
         return forward(*args, **kwargs)
 
 
 FORWARD = _forward.__code__
 
 
-def _converted_class(original, names):
+def _converted_class(original, names, recomputes):
     """The subclass of `original` for these names. Only its instances hold it."""
     for kind in type.__subclasses__(original):
-        if vars(kind).get("_fastact_names") == names:
+        if (vars(kind).get("_fastact_names"), vars(kind).get("_fastact_recomputes")) == (names, recomputes):
             return kind
     forward = types.FunctionType(FORWARD, globals(), "forward")
     members = {
         "_fastact_original": original,
         "_fastact_names": names,
+        "_fastact_recomputes": recomputes,
         "forward": functools.update_wrapper(forward, original.forward, updated=()),
     }
     return subclass(Converted, original, members)
@@ -210,10 +218,10 @@ def is_converted(module: nn.Module) -> bool:
     return original_of(type(module)) is not type(module)
 
 
-def class_for(module: nn.Module, names: frozenset[str]) -> type:
-    """The class whose forward calls this package's functions of these names."""
+def class_for(module: nn.Module, names: frozenset[str], recomputes: bool = False) -> type:
+    """The class whose forward calls this package's functions of these names, and saves recipes."""
     original = original_of(type(module))
-    return OURS.get(original) or _converted_class(original, names)
+    return OURS.get(original) or _converted_class(original, names, recomputes)
 
 
 def _bound_forwards(module):

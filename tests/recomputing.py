@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from activations_cuda.recipes.scope import recompute
-from activations_cuda.recipes.step import unpack
 from activations_cuda.recipes.values import Opaque, Recipe
 
 
@@ -72,9 +71,9 @@ class Scope(Plain):
         self.scope, self.count = recompute(model, check=check), {True: 0, False: 0}
 
     def __enter__(self):
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.hook = self.scope._hook(outer)
-        pack = self.hook.pack
+        self.scope.__enter__()
+        autograd = torch._C._autograd
+        pack, unpack = autograd._top_saved_tensors_default_hooks(True)
 
         def recorded(tensor):
             value = pack(tensor)
@@ -82,13 +81,12 @@ class Scope(Plain):
             self.count[type(value) is Recipe] += 1
             return value
 
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(recorded, unpack)
-        self.hooks.__enter__()
+        autograd._pop_saved_tensors_default_hooks()
+        autograd._push_saved_tensors_default_hooks(recorded, unpack)
         return self
 
-    def __exit__(self, kind, error, trace):
-        super().__exit__(kind, error, trace)
-        assert error is not None or self.hook.mismatch is None, self.hook.mismatch
+    def __exit__(self, *error):
+        self.scope.__exit__(*error)
 
     def values(self):
         return [value for reference in self.held if (value := reference()) is not None]

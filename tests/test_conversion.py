@@ -1264,3 +1264,51 @@ def test_never_worse_and_as_predicted(layers):
     for size in range(len(units) + 1):
         for others in itertools.combinations(units, size):
             assert survey.saved(set(others)).total() >= least
+
+
+class NoGlobals(nn.Module):
+    """A loop that nobody edits calls it as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.second(F.relu6(F.gelu(self.norm(self.first(x)))))
+
+
+def test_recompute_in_a_models_forward():
+    torch.manual_seed(0)
+    model = NoGlobals()
+    plain = copy.deepcopy(model)
+    x = torch.randn(64, 8)
+    before = saved_bytes(plain, x)
+    assert activations_cuda.convert(model, x, recompute=True) is model
+    assert "activations_cuda.recompute" in repr(model)
+    count = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: count.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+        loss = model(x).square().mean()
+    assert sum(count) < 0.8 * before
+    loss.backward()
+    plain(x).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    for made in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert repr(made) == repr(model) and torch.equal(made(x), plain(x))
+    assert activations_cuda.revert(model) is model and type(model) is NoGlobals
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_recompute_leaves_smooth_activations():
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.ReLU6(), nn.Linear(8, 8)).bfloat16()
+    activations_cuda.convert(model, torch.empty(64, 8, dtype=torch.bfloat16), recompute=True)
+    assert type(model[1]) is nn.GELU and type(model[3]) is activations_cuda.ReLU6
+
+
+def test_recompute_without_inputs():
+    model = activations_cuda.convert(nn.Sequential(nn.Linear(8, 32), nn.ReLU6(), nn.Linear(32, 8)), recompute=True)
+    assert type(model[1]) is activations_cuda.ReLU6 and "activations_cuda.recompute" in repr(model)
+    activations_cuda.convert(model)
+    model.forward = lambda x: x
+    with pytest.raises(ValueError, match="expected a model that calls its class's forward"):
+        activations_cuda.convert(model, recompute=True)

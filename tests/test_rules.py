@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import activations_cuda
 from activations_cuda.recipes import norms, verification
 from activations_cuda.recipes.rules import RULES
-from recomputing import Keep, Scope, compare
+from recomputing import Keep, Scope, compare, same_with_scope
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
@@ -160,7 +161,7 @@ def test_prelu_and_embedding(device):
 
 def test_every_rule_is_tried():
     """What no test reaches may be wrong."""
-    others = {"PreluKernelBackward0", "EmbeddingBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
+    others = {"MaskedScaleBackward", "PreluKernelBackward0", "EmbeddingBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
     others |= {name for name in RULES if "Norm" in name}
     reached = set()
     for function in OPS.values():
@@ -274,3 +275,39 @@ def test_a_rule_of_the_first_output_is_not_for_others():
         output, _ = F.max_pool1d(Keep.apply(x * 2), 2, return_indices=True)
         Keep.apply(output).sum().backward()
     assert scope.count[False]
+
+
+OURS = {
+    "relu6": activations_cuda.relu6,
+    "hardtanh": lambda x: activations_cuda.hardtanh(x, -0.5, 0.75),
+    "hardsigmoid": activations_cuda.hardsigmoid,
+    "threshold": lambda x: activations_cuda.threshold(x, 0.1, 2),
+    "relu6_inplace": lambda x: activations_cuda.relu6(x.clone(), inplace=True),
+    "gelu": activations_cuda.gelu,
+    "silu_inplace": lambda x: activations_cuda.silu(x.clone(), inplace=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OURS)
+def test_this_packages_activations(name, dtype, device):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(64, 64, device=device).to(dtype))
+
+    def loss(model):
+        return Keep.apply(OURS[name](Keep.apply(model.weight * 2))).float().sum()
+
+    before, after, _ = compare(model, loss)
+    assert after < before
+
+
+def test_a_gradient_is_no_activation():
+    def run(scope):
+        x = torch.linspace(-2, 2, 64, requires_grad=True)
+        with scope():
+            (grad,) = torch.autograd.grad(activations_cuda.hardtanh(x).square().sum(), x, create_graph=True)
+            (grad.exp() * grad.sin()).sum().backward()
+        return [x.grad, grad]
+
+    same_with_scope(run)

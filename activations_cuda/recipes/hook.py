@@ -7,7 +7,6 @@ as long as the node itself: there is no registry by addresses, which are used ag
 
 import sys
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,13 +41,14 @@ class Hook:
     """What one scope has in autograd's stack of hooks.
 
     Args:
-        norms: the modules whose frozen weights and biases may be operands, by the storage of their weight.
+        model: whose norms' frozen weights and biases may be operands.
         check: whether every recipe is compared with its tensor.
         outer: the hooks around the scope, which get what is kept.
     """
 
-    def __init__(self, norms: Mapping[int, nn.Module], check: bool, outer: Hooks | None) -> None:
-        self.norms, self.check, self.outer = norms, check, outer
+    def __init__(self, model: nn.Module | None, check: bool, outer: Hooks | None) -> None:
+        self.model, self.check, self.outer = model, check, outer
+        self._norms: dict[int, nn.Module] | None = None
         self.mismatch: str | None = None
         # While a recipe is made: those that haven't been verified, and those of its operands that nobody has saved.
         self._untried: list[tuple[Recipe, Formula | Candidates]] = []
@@ -130,10 +130,13 @@ class Hook:
         return value
 
     def norm(self, weight: Any) -> nn.Module | None:
-        if not self.norms or not isinstance(weight, Kept) or weight.hooks is not None:
+        """The model's module that has this weight."""
+        if self.model is None or not isinstance(weight, Kept) or weight.hooks is not None:
             return None
-        norm = self.norms.get(storage_of(weight.held))
-        return norm if norm is not None and storage_of(norm.weight) == storage_of(weight.held) else None  # type: ignore[arg-type]
+        if self._norms is None:
+            modules = [each for each in self.model.modules() if isinstance(getattr(each, "weight", None), Tensor)]
+            self._norms = {storage_of(each.weight): each for each in modules if hasattr(each, "eps")}  # type: ignore[arg-type]
+        return self._norms.get(storage_of(weight.held))
 
     def _recipe(self, node, number, tensor):
         """A recipe that replaces a tensor, or None."""

@@ -14,6 +14,7 @@ from activations_cuda.recipes.step import Step
 from activations_cuda.recipes.values import Kept, Underivable
 from activations_cuda.recipes.verification import Candidates, Formula
 
+HALVES = torch.bfloat16, torch.float16
 EPS = 1e-5  # in trials, where a node doesn't save its own
 
 
@@ -24,8 +25,7 @@ def _fma(a, b, c):
 
 def _wide(*tensors):
     """In the dtype in which kernels compute."""
-    halves = torch.bfloat16, torch.float16
-    return [tensor.float() if tensor is not None and tensor.dtype in halves else tensor for tensor in tensors]
+    return [tensor.float() if tensor is not None and tensor.dtype in HALVES else tensor for tensor in tensors]
 
 
 def _along_channels(x, *tensors):
@@ -128,7 +128,7 @@ MIOPEN = _batch_norm_scaled, _batch_norm_elementwise, _batch_norm_miopen
 
 def layer_norm(step: Step) -> tuple[Any, ...]:
     x, w, b = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
-    eps = _eps(step, w)  # not saved, and needed only if the statistics were rounded to a half type
+    eps = _eps(step, w) if step.meta.dtype in HALVES else None  # not saved, and needed only if statistics were rounded
     return (
         _LAYER_NORM[eps is not None],
         (x, w, b, step.saved("result1"), step.saved("result2")),
@@ -205,22 +205,17 @@ _GROUP_NORM = _without_eps_and_with(
 
 
 def rms_norm(step: Step) -> tuple[Any, ...]:
-    x, w = step.operand(0, "input"), step.operand(1, "weight")
-    eps = _eps(step, w)
-    return _RMS_NORM[eps is not None], (x, w, None, step.saved("result1")), (*step.arguments("normalized_shape"), eps)
+    operands = step.operand(0, "input"), step.operand(1, "weight"), None, step.saved("result1")
+    return _RMS_NORM, operands, step.arguments("normalized_shape")
 
 
-def _rms_norm_op(x, w, b, shape, eps):
-    return torch._fused_rms_norm(x, shape, w, EPS if eps is None else eps)
+def _rms_norm_op(x, w, b, shape):
+    return torch._fused_rms_norm(x, shape, w, EPS)
 
 
-def _rms_norm(x, w, b, rstd, shape, eps):
+def _rms_norm(x, w, b, rstd, shape):
     X, W, rstd = _wide(x, w, rstd)
     return (X * rstd if W is None else X * rstd * W).to(x.dtype)
 
 
-def _rms_norm_whole(x, w, b, rstd, shape, eps):
-    return torch._fused_rms_norm(x, shape, w, eps)[0]
-
-
-_RMS_NORM = _without_eps_and_with(Candidates((_rms_norm, _rms_norm_whole), _rms_norm_op, _first_of_rows))
+_RMS_NORM = Candidates((_rms_norm,), _rms_norm_op, _first_of_rows)

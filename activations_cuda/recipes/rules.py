@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from activations_cuda import _C
 from activations_cuda.recipes import norms
 from activations_cuda.recipes.step import LEAF, Step
 from activations_cuda.recipes.values import Underivable
@@ -75,16 +76,20 @@ def same(input: Tensor) -> Tensor:
 def cast(step: Step) -> tuple[Any, ...]:
     """A cast, either way. A float32 tensor that came from a half type goes back to it without loss if nobody kept that."""
     node, number = step.node.next_functions[0]
-    source = node._input_metadata[number] if node is not None and node.name() != LEAF else None
-    if source is not None and source.device != step.meta.device:
-        raise Underivable  # a copy between devices isn't cheap
+    if node is None:
+        raise Underivable
+    dtype = None
+    if node.name() != LEAF:
+        source = node._input_metadata[number]  # type: ignore[attr-defined]
+        if source.device != step.meta.device:
+            raise Underivable  # a copy between devices isn't cheap
+        dtype = source.dtype
     try:
         input = step.operand(0)
     except Underivable:
-        is_widened = source is not None and source.dtype in (torch.bfloat16, torch.float16) and step.meta.dtype is torch.float32
-        if step.tensor is None or node is None or not is_widened:
+        if step.tensor is None or step.meta.dtype is not torch.float32 or dtype not in norms.HALVES:
             raise
-        input = step.keep(step.tensor.to(source.dtype), node, number)
+        input = step.keep(step.tensor.to(dtype), node, number)
     return torch.Tensor.to, (input,), (step.meta.dtype,)
 
 
@@ -149,6 +154,14 @@ def where(step: Step) -> tuple[Any, ...]:
     return torch.where, (step.saved("condition"), step.operand(0), step.operand(1)), ()
 
 
+def piecewise_linear(step: Step) -> tuple[Any, ...]:
+    """This package's, which save bits."""
+    function, parameters = step.arguments("function", "parameters")
+    if function is None:
+        raise Underivable  # a gradient
+    return getattr(_C, function), (step.operand(0),), parameters
+
+
 def embedding(step: Step) -> tuple[Any, ...]:
     return F.embedding, (step.saved("indices"), step.operand(0)), ()
 
@@ -159,10 +172,6 @@ def add(self, other, alpha):
 
 def sub(self, other, alpha):
     return torch.sub(self, other, alpha=alpha)
-
-
-def gelu(self, approximate):
-    return F.gelu(self, approximate=approximate)
 
 
 def addcmul(self, tensor1, tensor2, value):
@@ -195,10 +204,10 @@ RULES: dict[str, Rule] = {
     "LeakyReluBackward0": op(F.leaky_relu, "negative_slope"),
     "EluBackward0": op(aten.elu, "alpha", "scale", "input_scale"),
     "CeluBackward0": op(F.celu, "alpha"),
-    "GeluBackward0": op(gelu, "approximate"),
-    "SiluBackward0": op(F.silu),
-    "MishBackward0": op(F.mish),
-    "HardswishBackward0": op(F.hardswish),
+    "GeluBackward0": op(_C.gelu, "approximate"),  # this package's smooth ones: the same bits, and faster
+    "SiluBackward0": op(_C.silu),
+    "MishBackward0": op(_C.mish),
+    "HardswishBackward0": op(_C.hardswish),
     "HardsigmoidBackward0": op(F.hardsigmoid),
     "SigmoidBackward0": op(torch.sigmoid),
     "TanhBackward0": op(torch.tanh),
@@ -210,6 +219,7 @@ RULES: dict[str, Rule] = {
     "ThresholdBackward0": threshold,
     "RreluWithNoiseBackward0": rrelu,
     "GluBackward0": op(F.glu, "dim"),
+    "MaskedScaleBackward": piecewise_linear,
     # normalisations
     "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "result1", "result2", "eps"),
     "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, norms.cudnn_batch_norm, "result1", "result2", "epsilon"),

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from activations_cuda import _C
 from activations_cuda._torch_version import is_dynamo_compiling
-from activations_cuda.recipes.hook import Hook, storage_of
+from activations_cuda.recipes.hook import Hook
 from activations_cuda.recipes.step import unpack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -59,23 +60,18 @@ class recompute:
             raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}")
         self.model, self.check = model, check
 
-    def _norms(self):
-        modules = () if self.model is None else self.model.modules()
-        found = [each for each in modules if hasattr(each, "eps") and isinstance(getattr(each, "weight", None), torch.Tensor)]
-        return {storage_of(each.weight): each for each in found}
-
     def _hook(self, outer):
         """What to have autograd call, or None where this scope does nothing."""
         if not _autograd._saved_tensors_hooks_is_enabled():  # within torch.func's transforms
             return None
         if outer is None:
-            return Hook(self._norms(), self.check, None)
+            return Hook(self.model, self.check, None)
         if getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return None  # saves nothing itself, and counts what its function saves
         around = getattr(outer[0], "__self__", None)
         if isinstance(around, Hook):
-            return Hook(self._norms() or around.norms, self.check or around.check, around.outer)
-        return Hook(self._norms(), self.check, outer)
+            return Hook(self.model or around.model, self.check or around.check, around.outer)
+        return Hook(self.model, self.check, outer)
 
     def __enter__(self) -> "recompute":
         if not is_dynamo_compiling():
@@ -83,6 +79,7 @@ class recompute:
             _entered.hooks.append(hook)
             if hook is not None:
                 _autograd._push_saved_tensors_default_hooks(hook.pack, unpack)
+                _C.save_inputs(True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -91,6 +88,7 @@ class recompute:
         hook = _entered.hooks.pop()
         if hook is not None:
             _autograd._pop_saved_tensors_default_hooks()
+            _C.save_inputs(any(_entered.hooks))
             if hook.mismatch is not None and error is None:
                 raise RuntimeError(f"recompute: {hook.mismatch}")
 

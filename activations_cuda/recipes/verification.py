@@ -78,7 +78,7 @@ def is_identical(a: Tensor, b: Tensor) -> bool:
 
 
 def verify(recipe: Recipe, untried: Sequence[tuple[Recipe, Formula | Candidates]], tensor: Tensor) -> bool:
-    """Choose formulas for the recipes that haven't been tried yet, of which `recipe` is the last, and compare with its tensor."""
+    """Choose formulas for the recipes that haven't been tried, of which `recipe` is the last, and compare with its tensor."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # comparing waits for the device
     with computing():

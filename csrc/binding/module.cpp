@@ -114,6 +114,29 @@ PyMethodDef method() {
   return {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
+const Origin& origin_behind(PyObject* node) {
+  return origin_of(*reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata);
+}
+
+// The function of this module, by its name, that made a node's output; None for a gradient.
+PyObject* node_function(PyObject* node, void*) {
+  const Origin& origin = origin_behind(node);
+  if (!origin.op) {
+    Py_RETURN_NONE;
+  }
+  const std::string separator = origin.overload[0] == '\0' ? "" : "_";
+  return THPUtils_packString(origin.op + separator + origin.overload);
+}
+
+PyObject* node_parameters(PyObject* node, void*) {
+  const Origin& origin = origin_behind(node);
+  PyObject* const parameters = PyTuple_New(static_cast<Py_ssize_t>(origin.parameters.size()));
+  for (size_t i = 0; parameters && i < origin.parameters.size(); ++i) {
+    PyTuple_SET_ITEM(parameters, static_cast<Py_ssize_t>(i), PyFloat_FromDouble(origin.parameters[i]));
+  }
+  return parameters;
+}
+
 const char* name_of(Saves saves) {
   switch (saves) {
     case Saves::input:
@@ -162,15 +185,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #include "../family.def"
   module.attr("family") = family;
 
+  module.def("saves_inputs", saves_inputs);
+  module.def("save_inputs", save_inputs);
+
   // Or Python would show a node as a CppFunction.
   static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)}, code_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  const auto add_node = [](const std::type_info& type, PyTypeObject& node_class, const char* name) {
-    torch::autograd::registerCppFunction(type, torch::autograd::_initFunctionPyTypeObject(node_class, name, nullptr, nullptr));
+  using namespace torch::autograd;  // for the macro
+  static PyGetSetDef saved[] = {
+      THP_FUNCTION_DEFAULT_PROPERTIES,
+      {"_saved_function", node_function, nullptr, nullptr, nullptr},
+      {"_saved_parameters", node_parameters, nullptr, nullptr, nullptr},
+      {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  const auto add_node = [](const std::type_info& type, PyTypeObject& node_class, const char* name, PyGetSetDef* properties) {
+    torch::autograd::registerCppFunction(
+        type, torch::autograd::_initFunctionPyTypeObject(node_class, name, properties, nullptr));
     // Where torch.autograd.graph.Node looks for its subclasses.
     py::module_::import("torch._C").attr("_functions").attr(name) = py::handle(reinterpret_cast<PyObject*>(&node_class));
   };
-  add_node(node_type(), node_class, kNodeName);
-  add_node(code_node_type(), code_node_class, kCodeNodeName);
+  add_node(node_type(), node_class, kNodeName, saved);
+  add_node(code_node_type(), code_node_class, kCodeNodeName, nullptr);
 
 #if defined(__clang__)
   module.attr("compiler") = "clang " __clang_version__;

@@ -36,6 +36,7 @@ struct Rule {
   // no time.
   std::optional<c10::SymDimVector> saved_strides;
   bool reads_gradient_first;
+  Origin origin = {};
 };
 
 // The strides of the gradient that PyTorch's backward returns, where they are numbers.
@@ -113,6 +114,8 @@ struct MaskedScaleBackward : Node {
   }
 
   std::string name() const override { return kNodeName; }
+
+  const Origin& origin() const { return rule_.origin; }
 
 #if FASTACT_COMPILED_AUTOGRAD
   // For compiled autograd: what the node depends on, and its backward as a function of that.
@@ -194,14 +197,18 @@ void record_gradient(
   // Of plain tensors alone: others have their history on what they wrap, and functorch's outlive the input's.
   const bool is_mask = mask.scalar_type() == at::kByte;
   if (at::GradMode::is_enabled() && is_mask && is_plain(gradient) && is_plain(mask)) {
-    const NodePointer node = make_node(grad, mask, rule);
+    Rule of_gradient = rule;
+    of_gradient.origin = {};
+    const NodePointer node = make_node(grad, mask, std::move(of_gradient));
     node->add_next_edge(input);
     torch::autograd::set_history(gradient, node);
   }
 }
 
 Rule make_rule(Derivative derivative, c10::SymIntArrayRef mask_strides, const at::Tensor& saved) {
-  Rule rule = {derivative.slopes, c10::SymDimVector(mask_strides), std::nullopt, derivative.reads_gradient_first};
+  Rule rule = {
+      derivative.slopes, c10::SymDimVector(mask_strides), std::nullopt, derivative.reads_gradient_first,
+      std::move(derivative.origin)};
   if (saved.sym_strides() != mask_strides) {
     rule.saved_strides.emplace(saved.sym_strides());
   }
@@ -212,6 +219,10 @@ Rule make_rule(Derivative derivative, c10::SymIntArrayRef mask_strides, const at
 
 const std::type_info& node_type() {
   return typeid(MaskedScaleBackward);
+}
+
+const Origin& origin_of(const Node& node) {
+  return static_cast<const MaskedScaleBackward&>(node).origin();
 }
 
 bool needs_derivative(const at::Tensor& self) {

@@ -43,7 +43,8 @@ template <class Op, class... Parameters>
 struct Implementation {
   static Derivative derivative(Parameters... parameters) {
     using Activation = typename Op::template Activation<double>;
-    return {Activation(parameters...).slopes(), Activation::saves, Activation::reads_gradient_first};
+    const Origin origin = {Op::name, Op::overload, {parameters...}};
+    return {Activation(parameters...).slopes(), Activation::saves, Activation::reads_gradient_first, origin};
   }
 
   // Whether PyTorch's op is the whole answer, its derivative included.
@@ -269,7 +270,7 @@ Tensor masked_scale_autograd(
                 "masked_scale");
         return op.redispatch(below, grad, mask, inside, outside, mask_strides, strides);
       });
-  const Derivative derivative = {{inside, outside}, Saves::output, /*reads_gradient_first=*/true};
+  const Derivative derivative = {{inside, outside}, Saves::output, /*reads_gradient_first=*/true, /*origin=*/{}};
   record(grad, output, mask, mask_strides ? *mask_strides : output.sym_strides(), derivative);
   return output;
 }

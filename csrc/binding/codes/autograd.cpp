@@ -135,8 +135,20 @@ const std::type_info& code_node_type() {
   return typeid(CodeBackward);
 }
 
+namespace {
+thread_local bool saves_inputs_ = false;
+}
+
+bool saves_inputs() {
+  return saves_inputs_;
+}
+
+void save_inputs(bool does) {
+  saves_inputs_ = does;
+}
+
 bool saves_code(const at::Tensor& self) {
-  return torch::autograd::compute_requires_grad(self) && !self._fw_grad(/*level=*/0).defined();
+  return !saves_inputs_ && torch::autograd::compute_requires_grad(self) && !self._fw_grad(/*level=*/0).defined();
 }
 
 void record_code(const Smooth& activation, const at::Tensor& self, at::Tensor& output, const at::Tensor& code) {
