@@ -50,7 +50,7 @@ def report(arguments):
     images = torch.empty(arguments.batch, 3, arguments.size, arguments.size, device="meta")
     try:
         with autocast(arguments.autocast):
-            result = memory_report(model, images)
+            result = memory_report(model, images, recompute=arguments.recompute)
     except Exception as error:  # whatever a model raises that wants something else
         raise ValueError(f"{arguments.model} doesn't take images of shape {tuple(images.shape)}: {error}") from error
     print(result)
@@ -78,6 +78,7 @@ def main(argv=None):
     command.add_argument("--batch", type=positive, default=1, help="images in a batch (default: %(default)s)")
     command.add_argument("--size", type=positive, default=224, help="height and width of an image (default: %(default)s)")
     command.add_argument("--autocast", choices=["bfloat16", "float16"], help="train under torch.autocast in this dtype")
+    command.add_argument("--recompute", action="store_true", help="report what is saved within recompute() too")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file too")
     command.add_argument("--chart", type=Path, metavar="FILE", help="draw a bar chart into this file, e.g. a PNG or SVG")
     arguments = parser.parse_args(argv)

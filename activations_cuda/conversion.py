@@ -60,10 +60,16 @@ def check_model(name: str, model: nn.Module) -> None:
         raise TypeError(f"{name}: expected a torch.nn.Module of Python code, got one of TorchScript: call it before torch.jit")
 
 
-def survey(
-    name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any, functions: Iterable[str]
-) -> Survey:
-    """Survey a model that is called with these arguments, or if there is one alone, with those that it stands for."""
+def functions_for(kinds: Iterable[type], recompute: bool) -> frozenset[str]:
+    """The functions of these classes that may be converted; where outputs are recomputed, a smooth one would save more."""
+    names = map(FUNCTIONS.__getitem__, kinds)
+    return frozenset(name for name in names if not (recompute and _C.family[name].saves_output))
+
+
+def arguments_of(
+    name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a model's forward: these, or if there is one alone, those that it stands for."""
     for each in args:
         several = each if isinstance(each, (tuple, list)) else (each,)
         if any(isinstance(item, type) for item in several):
@@ -90,7 +96,7 @@ def survey(
             f"{name}: expected the arguments of the model's forward ({error}); one list, tuple or dict stands for several, so "
             "pass one that the model takes in a tuple"
         ) from None
-    return Survey(model, args, kwargs, frozenset(functions))
+    return args, kwargs
 
 
 def _counted(classes):
@@ -149,9 +155,8 @@ def convert(
         raise ValueError("convert: expected a model that calls its class's forward, got one with its own")
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
     if surveyed:
-        kinds = [kind for kind, name in FUNCTIONS.items() if not (recompute and _C.family[name].saves_output)]
-        functions = [FUNCTIONS[kind] for kind in (kinds if named is None else named)]
-        found = survey("convert", model, inputs, keyword_inputs, example_inputs, functions)
+        args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
+        found = Survey(model, args, kwargs, functions_for(OURS if named is None else named, recompute))
         names, lines = found.converts(), summary(found.decisions())
         names = {_originals.get(module, module): functions for module, functions in names.items()}
         are_candidates = bool(found.calls)

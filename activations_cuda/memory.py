@@ -1,17 +1,26 @@
 """What autograd saves for the backward pass, counted without doing the work: the model runs on fake tensors."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
-from activations_cuda.conversion import check_model, survey
-from activations_cuda.replacements import FUNCTIONS, original_of
-from activations_cuda.survey import Decision, saved_storages, summary
+from activations_cuda.conversion import arguments_of, check_model, functions_for
+from activations_cuda.copies import unwrapped
+from activations_cuda.recipes.hook import Hook
+from activations_cuda.recipes.step import unpack
+from activations_cuda.recipes.values import Opaque, Recipe
+from activations_cuda.replacements import OURS, class_for, original_of, set_class
+from activations_cuda.survey import Decision, Survey, run_copy, running_module, saved_storages, storages_of, summary
 
 __all__ = ["Decision", "LayerMemory", "MemoryReport", "memory_report", "require", "saved_bytes"]
 
@@ -42,6 +51,7 @@ class LayerMemory:
     kind: str
     before: int
     after: int
+    recompute: int | None = None
 
 
 @dataclass(frozen=True)
@@ -49,24 +59,38 @@ class MemoryReport:
     """Bytes that autograd saves for the backward pass, before and after conversion. Print it for a table.
 
     ``dataclasses.asdict`` makes plain data of it.
+
+    Attributes:
+        layers: the modules that save any.
+        before: the bytes of all together.
+        after: the same, once the model is converted.
+        decisions: what is converted, what is left alone and why.
+        recompute: the bytes within :func:`recompute`, of the converted model; None if that wasn't asked for.
+        recomputed: the bytes that each rule replaced, by the name of its node in autograd's graph.
     """
 
     layers: tuple[LayerMemory, ...]
     before: int
     after: int
     decisions: tuple[Decision, ...]
+    recompute: int | None = None
+    recomputed: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        rows = [(layer.name, layer.kind, layer.before, layer.after) for layer in self.layers]
-        rows.append(("in all", "", self.before, self.after))
+        rows = [*self.layers, LayerMemory("in all", "", self.before, self.after, self.recompute)]
+        others = ["after", *(["recompute"] if self.recompute is not None else [])]
+        headers = ["layer", "", "before, MiB"]
+        for column in others:
+            headers += [f"{column}, MiB", ""]
         cells = [
-            (name, kind, f"{before / 2**20:.1f}", f"{after / 2**20:.1f}", f"{after / before - 1:+.0%}" if before else "")
-            for name, kind, before, after in rows
+            [row.name, row.kind, f"{row.before / 2**20:.1f}"]
+            + [cell for column in others for cell in _compared(getattr(row, column), row.before)]
+            for row in rows
         ]
-        headers = ("layer", "", "before, MiB", "after, MiB", "")
-        align = ("left", "left", "right", "right", "right")
+        align = ["left", "left"] + ["right"] * (len(headers) - 2)
         table = require("tabulate").tabulate(cells, headers=headers, colalign=align, disable_numparse=True)
-        return "\n".join([table, "", *summary(self.decisions)])
+        rules = [f"{size / 2**20:.1f} MiB by {name}" for name, size in Counter(self.recomputed).most_common()]
+        return "\n".join([table, "", *summary(self.decisions), *(["recomputed: " + ", ".join(rules)] if rules else [])])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw a bar chart of the layers into a file whose suffix chooses the format."""
@@ -74,12 +98,17 @@ class MemoryReport:
         plt = require("matplotlib.pyplot")
         figure, axes = plt.subplots(figsize=(8, 2 + 0.2 * len(self.layers)), layout="constrained")
         places = range(len(self.layers))
-        for offset, label, color in ((-0.2, "before", "tab:gray"), (0.2, "after", "tab:blue")):
+        bars = [("before", "tab:gray"), ("after", "tab:blue")]
+        if self.recompute is not None:
+            bars.append(("recompute", "tab:green"))
+        width = 0.8 / len(bars)
+        for i, (label, color) in enumerate(bars):
+            offset = width * (i - (len(bars) - 1) / 2)
             total = getattr(self, label) / 2**20
             axes.barh(
                 [place + offset for place in places],
                 [getattr(layer, label) / 2**20 for layer in self.layers],
-                0.4,
+                width,
                 label=f"{label}: {total:.0f} MiB in all",
                 color=color,
             )
@@ -90,7 +119,83 @@ class MemoryReport:
         plt.close(figure)
 
 
-def memory_report(model: nn.Module, *inputs: Any, example_inputs: Any = None, **keyword_inputs: Any) -> MemoryReport:
+def _compared(bytes, before):
+    return f"{bytes / 2**20:.1f}", f"{bytes / before - 1:+.0%}" if before else ""
+
+
+class _Assuming(Hook):
+    """For fake tensors: every rule's formula is assumed to fit."""
+
+    def _is_plain(self, tensor):
+        return type(tensor) is FakeTensor or super()._is_plain(tensor)
+
+    def _is_right(self, recipe, node, tensor):
+        return True
+
+
+class _OutOfPlace(TorchFunctionMode):
+    """For fake tensors, on which this package's ops in place copy: what follows is to see the op itself."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "namespace", None) == "fastact":
+            packet = getattr(torch.ops.fastact, func._schema.name.removeprefix("fastact::").removesuffix("_"))
+            func = getattr(packet, func._overloadname)
+        return func(*args, **(kwargs or {}))
+
+
+class _Recomputed:
+    """What the modules of a copy keep within recompute().
+
+    Attributes:
+        kept: the bytes that each module is the first to need.
+        rules: the bytes that each rule replaced.
+    """
+
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any, names: Mapping[nn.Module, frozenset[str]]) -> None:
+        model = unwrapped(model)
+        self.kept: Counter[nn.Module] = Counter()
+        self.rules: Counter[str] = Counter()
+        self._converted = names
+        self._modules = [*model.modules()]
+        run_copy(model, args, kwargs, self._watch)
+
+    def _watch(self, copier, model, args, kwargs):
+        for module, functions in self._converted.items():
+            set_class(copier(module), class_for(copier(module), functions))
+        hook = _Assuming(model, check=False, outer=None)
+        values = []
+        first: dict[StorageWeakRef, nn.Module] = {}
+        with running_module(copier, model, self._modules) as running:
+
+            def pack(tensor):
+                value = hook.pack(tensor)
+                values.append((weakref.ref(value), tensor.nbytes))
+                for storage in _kept_storages(value):
+                    first.setdefault(StorageWeakRef(storage), running())
+                return value
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), _OutOfPlace():
+                output = model(*args, **kwargs)
+        own = {StorageWeakRef(storage) for tensor in (*model.parameters(), *model.buffers()) for storage in storages_of(tensor)}
+        kept = {}
+        for reference, size in values:
+            if (value := reference()) is not None:
+                kept.update((StorageWeakRef(storage), storage.nbytes()) for storage in _kept_storages(value))
+                if isinstance(value, Recipe):
+                    self.rules[value.source] += size
+        del output  # until here it holds all that was counted
+        for storage in kept.keys() - own:
+            self.kept[first[storage]] += kept[storage]
+
+
+def _kept_storages(value):
+    roots = (value,) if isinstance(value, Opaque) else value.roots
+    return [storage for root in roots for storage in storages_of(root.held)]
+
+
+def memory_report(
+    model: nn.Module, *inputs: Any, example_inputs: Any = None, recompute: bool = False, **keyword_inputs: Any
+) -> MemoryReport:
     """What autograd saves for a model's backward pass, layer by layer, before and after conversion.
 
     Runs the forward pass of a copy once, on fake tensors: needs no GPU, no memory and next to no time, and leaves the model as
@@ -103,6 +208,8 @@ def memory_report(model: nn.Module, *inputs: Any, example_inputs: Any = None, **
         inputs: the arguments of its forward pass; or one tuple or list of them, or one dict of keyword arguments. Of tensors
             only shape, strides, dtype and requires_grad matter, so ``torch.empty(256, 3, 224, 224, device="meta")`` will do.
         example_inputs: the inputs, by keyword.
+        recompute: whether to report what is saved within :func:`recompute` too, by ``convert(model, *inputs, recompute=True)``,
+            given that every formula fits.
         keyword_inputs: its keyword arguments.
 
     Returns:
@@ -112,11 +219,16 @@ def memory_report(model: nn.Module, *inputs: Any, example_inputs: Any = None, **
         TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that are no arguments.
     """
     check_model("memory_report", model)
-    found = survey("memory_report", model, inputs, keyword_inputs, example_inputs, FUNCTIONS.values())
+    args, kwargs = arguments_of("memory_report", model, inputs, keyword_inputs, example_inputs)
+    found = Survey(model, args, kwargs, functions_for(OURS, recompute))
     before, after = found.saved(frozenset()), found.saved(found.chosen)
+    within = _Recomputed(model, args, kwargs, found.converts()) if recompute else None
     layers = tuple(
-        LayerMemory(name, original_of(type(module)).__name__, before[module], after[module])
+        LayerMemory(
+            name, original_of(type(module)).__name__, before[module], after[module], within.kept[module] if within else None
+        )
         for module, name in found.names.items()
-        if before[module] or after[module]
+        if before[module] or after[module] or (within and within.kept[module])
     )
-    return MemoryReport(layers, before.total(), after.total(), found.decisions())
+    report = MemoryReport(layers, before.total(), after.total(), found.decisions())
+    return replace(report, recompute=within.kept.total(), recomputed=dict(within.rules)) if within else report

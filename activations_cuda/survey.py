@@ -92,7 +92,7 @@ class _Storage:
     outputs_of: list[_Call] = field(default_factory=list)  # those that would save it if converted
 
 
-def _storages(tensor):
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     """What a tensor's elements lie in; several for a sparse or a nested one."""
     if tensor.layout is torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
@@ -104,18 +104,18 @@ def _storages(tensor):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     else:
         return [tensor.untyped_storage()]
-    return [storage for part in parts for storage in _storages(part.detach())]
+    return [storage for part in parts for storage in storages_of(part.detach())]
 
 
 @contextmanager
 def saved_storages(owner: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> Iterator[dict[StorageWeakRef, _Storage]]:
     """Yields a dict that collects what autograd saves, but for some tensors, and what owner() returns each time."""
-    left_out = {StorageWeakRef(storage) for tensor in but for storage in _storages(tensor.detach())}
+    left_out = {StorageWeakRef(storage) for tensor in but for storage in storages_of(tensor.detach())}
     storages: dict[StorageWeakRef, _Storage] = {}
 
     def pack(tensor):
         tensor = tensor.detach()  # an output itself would keep its own graph alive
-        for storage in _storages(tensor):
+        for storage in storages_of(tensor):
             key = StorageWeakRef(storage)
             if key not in left_out:
                 storages.setdefault(key, _Storage(storage.nbytes())).savers.append(owner())
@@ -274,6 +274,52 @@ def _fakes(device):
     return fake, mode
 
 
+def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
+    """Call run(copier, model, args, kwargs) with copies on fake tensors or, if the model depends on values, on real ones."""
+    state = [*model.parameters(), *model.buffers()]
+    # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors autocast
+    # would change nothing, and attention, for example, would save more.
+    default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")
+    device = next((tensor.device for tensor in state if not tensor.is_meta), default)
+    fake, mode = _fakes(device)
+    is_there = device.type != "cuda" or torch.cuda.is_available()
+    copier = Copier(fake)
+    try:
+        with torch.inference_mode(False):
+            copies = copier((model, args, kwargs))
+            with nullcontext() if is_there else mode:
+                run(copier, *copies)
+    except Exception as error:
+        if any(tensor.is_meta for tensor, _ in copier.copies.values() if isinstance(tensor, Tensor)):
+            if not isinstance(error, FAKES_WONT_DO):
+                raise
+            raise RuntimeError(
+                f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
+                "inputs with values, got some on the meta device"
+            ) from error
+        with torch.inference_mode(False):
+            copier = Copier(_clone)
+            run(copier, *copier((model, args, kwargs)))
+
+
+@contextmanager
+def running_module(copier: Copier, model: nn.Module, names: Collection[nn.Module]) -> Iterator[Callable[[], nn.Module]]:
+    """To run a copy's forward pass within; yields a function that returns the original of the module that is running."""
+    running = [next(iter(names))]
+
+    def enter(module, *_):
+        running.append(module)
+
+    def leave(*_):
+        running.pop()
+
+    for module in names:
+        copier(module).register_forward_pre_hook(partial(enter, module), prepend=True)
+        copier(module).register_forward_hook(leave, always_call=True)
+    with _randomness_unchanged([*model.parameters(), *model.buffers()]), _uncompiled(), torch.enable_grad():
+        yield lambda: running[-1]
+
+
 class Survey:
     """What a model's modules save for backward with PyTorch's activations, and with some of them converted.
 
@@ -288,62 +334,21 @@ class Survey:
         model = unwrapped(model)
         self.names = {module: name for name, module in model.named_modules()}
         self.considered = names
-        self._run(model, args, kwargs)
+        run_copy(model, args, kwargs, self._watch)
         self.chosen = self._choose()
-
-    def _run(self, model, args, kwargs):
-        """Runs the forward pass of a copy on fake tensors, or on copies of the real ones if it depends on their values."""
-        state = [*model.parameters(), *model.buffers()]
-        # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors autocast
-        # would change nothing, and attention, for example, would save more.
-        default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")
-        device = next((tensor.device for tensor in state if not tensor.is_meta), default)
-        fake, mode = _fakes(device)
-        is_there = device.type != "cuda" or torch.cuda.is_available()
-        copier = Copier(fake)
-        try:
-            with torch.inference_mode(False):
-                copies = copier((model, args, kwargs))
-                with nullcontext() if is_there else mode:
-                    self._watch(copier, *copies)
-        except Exception as error:
-            if any(tensor.is_meta for tensor, _ in copier.copies.values() if isinstance(tensor, Tensor)):
-                if not isinstance(error, FAKES_WONT_DO):
-                    raise
-                raise RuntimeError(
-                    f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
-                    "inputs with values, got some on the meta device"
-                ) from error
-            with torch.inference_mode(False):
-                copier = Copier(_clone)
-                self._watch(copier, *copier((model, args, kwargs)))
 
     def _watch(self, copier, model, args, kwargs):
         """Runs a copy's forward pass and records who saves what."""
-        running = [next(iter(self.names))]
-
-        def enter(module, *_):
-            running.append(module)
-
-        def leave(*_):
-            running.pop()
-
-        for module in self.names:
-            copier(module).register_forward_pre_hook(partial(enter, module), prepend=True)
-            copier(module).register_forward_hook(leave, always_call=True)
         with ExitStack() as stack:
-            state = [*model.parameters(), *model.buffers()]
-            stack.enter_context(_randomness_unchanged(state))
-            stack.enter_context(_uncompiled())
-            stack.enter_context(torch.enable_grad())
-            watch = _Watch(lambda: running[-1])
+            running = stack.enter_context(running_module(copier, model, self.names))
+            watch = _Watch(running)
 
             def owner():
                 if watch.call is not None:
                     watch.call.saves = True
-                return running[-1], watch.call
+                return running(), watch.call
 
-            saved = stack.enter_context(saved_storages(owner, but=tuple(state)))
+            saved = stack.enter_context(saved_storages(owner, but=(*model.parameters(), *model.buffers())))
             stack.enter_context(watch)
             stack.callback(watch.outputs.clear)  # their graphs hold `owner`, and so these
             output = model(*args, **kwargs)

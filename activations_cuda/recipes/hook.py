@@ -19,6 +19,7 @@ from activations_cuda.recipes.rules import OF_ALL_OUTPUTS, RULES
 from activations_cuda.recipes.step import LEAF, Step
 from activations_cuda.recipes.values import (
     MAX_DEPTH,
+    PLAIN,
     Hooks,
     Kept,
     Opaque,
@@ -57,12 +58,15 @@ class Hook:
     def pack(self, tensor: Tensor) -> Value | Opaque:
         """Autograd's pack hook. Whatever goes wrong, the tensor is kept: an error here would leave a hole in the graph."""
         try:
-            value = self._value(tensor) if is_plain(tensor) else self._opaque(tensor)
+            value = self._value(tensor) if self._is_plain(tensor) else self._opaque(tensor)
         except Exception:
             log.debug("recompute: kept a tensor of shape %s", list(tensor.shape), exc_info=True)
             value = self._opaque(tensor)
         value.readers += 1
         return value
+
+    def _is_plain(self, tensor):
+        return is_plain(tensor)
 
     def _opaque(self, tensor):
         return Opaque(tensor) if self.outer is None else Kept(tensor, hooks=self.outer)
@@ -144,11 +148,7 @@ class Hook:
             return None  # others have the rest of its memory, which would stay
         try:
             recipe = self._derive(node, number, tensor, 0)
-            recipe.replace(tensor)
-            if self._untried and not verify(recipe, self._untried, tensor):
-                return None
-            if self.check and not self._fits(recipe, tensor):
-                self.mismatch = self.mismatch or _describe(node, tensor)
+            if not self._is_right(recipe, node, tensor):
                 return None
             for (operand, i), value in self._between.items():
                 _noted(value, operand, i)
@@ -158,9 +158,16 @@ class Hook:
         finally:
             self._untried, self._between = [], {}
 
-    def _fits(self, recipe, tensor):
-        with computing():
-            return is_identical(recipe.compute(), tensor)
+    def _is_right(self, recipe, node, tensor):
+        recipe.replace(tensor)
+        if self._untried and not verify(recipe, self._untried, tensor):
+            return False
+        if self.check:
+            with computing():
+                if not is_identical(recipe.compute(), tensor):
+                    self.mismatch = self.mismatch or _describe(node, tensor)
+                    return False
+        return True
 
     def _derive(self, node, number, tensor, depth):
         """The recipe of a node's output by its rule."""
@@ -216,13 +223,12 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-_KINDS = {Tensor, nn.Parameter, nn.Buffer}
 _plain_keys: dict[str, int] = {}
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether it is as factories make it: no subclass, not sparse, quantised, nested, conjugate or batched."""
-    if type(tensor) not in _KINDS or torch._C._len_torch_dispatch_stack():
+    if type(tensor) not in PLAIN or torch._C._len_torch_dispatch_stack():
         return False
     device = tensor.device.type
     if device not in _plain_keys:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 MAX_DEPTH = 32  # of a recipe of recipes, which are computed by recursion
@@ -81,6 +81,8 @@ class Value:
             _remember(self, where, result)
         return result
 
+
+PLAIN = {Tensor, nn.Parameter, getattr(nn, "Buffer", nn.Parameter)}  # what may stand for a tensor of a plain kind
 
 _signatures: dict[tuple[Any, ...], int] = {}
 
@@ -265,7 +267,8 @@ def computing() -> Iterator[None]:
 
 
 def _stream(tensor):
-    return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
+    # Fake tensors may be on a device that isn't there.
+    return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda and type(tensor) in PLAIN else None
 
 
 def _pass_and_stream(root):

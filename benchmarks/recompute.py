@@ -1,0 +1,228 @@
+"""Trains real models for a few steps on the GPU at hand, unmodified and by convert(model, batch, recompute=True): the peak memory
+of a step, its time and that of its kernels.
+
+Writes benchmarks/results/<device>-recompute.json. Exits with 1 if a row misses its target, if any loss or any weight of the first
+steps, by deterministic algorithms and on a quarter of the batch, differs, or if any recipe of a step on all of it gives other
+bits. Names of models on the command line run those alone.
+"""
+
+import copy
+import gc
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import nn
+from tqdm import tqdm
+
+import activations_cuda
+from benchmarks import record
+from benchmarks.models import (
+    IMAGE,
+    Language,
+    Training,
+    autocast,
+    chosen_models,
+    compare,
+    deterministic,
+    differs,
+    from_torchvision,
+    missed,
+    same,
+)
+from benchmarks.timing import KernelClock, StepClock, alternate
+
+STEPS = 4  # whose losses are compared, and the weights after them
+
+
+class UNet(nn.Module):
+    """Of four levels, each two convolutions with batch norm and ReLU; max pooling down, nearest upsampling up."""
+
+    def __init__(self, widths=(64, 128, 256, 512)):
+        super().__init__()
+        self.down = nn.ModuleList(map(self.two, (3, *widths), widths))
+        self.up = nn.ModuleList(self.two(low + high, high) for high, low in zip(widths, widths[1:], strict=False))
+        self.head = nn.Linear(widths[0], 1000)
+
+    @staticmethod
+    def two(inputs, outputs):
+        def one(inputs):
+            return nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+
+        return nn.Sequential(*one(inputs), *one(outputs))
+
+    def forward(self, x):
+        levels = [self.down[0](x)]
+        for layer in self.down[1:]:
+            levels.append(layer(F.max_pool2d(levels[-1], 2)))
+        x = levels.pop()
+        for layer in reversed(self.up):
+            x = layer(torch.cat([F.interpolate(x, scale_factor=2), levels.pop()], 1))
+        return self.head(x.mean((2, 3)))
+
+
+class DiffusionBlock(nn.Module):
+    """A residual block of a diffusion model: group norm, SiLU and a convolution, twice."""
+
+    def __init__(self, width):
+        super().__init__()
+        layers = [(nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1)) for _ in range(2)]
+        self.layers = nn.Sequential(*layers[0], *layers[1])
+
+    def forward(self, x):
+        return x + self.layers(x)
+
+
+def diffusion_blocks(width=128, depth=4):
+    blocks = [DiffusionBlock(width) for _ in range(depth)]
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1000)
+    )
+
+
+def llama():
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16}
+    return Language("LlamaForSequenceClassification", "LlamaConfig", vocab_size=32000, **sizes).bfloat16()
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        shape: of a batch.
+        memory_at_most: of the unmodified model's.
+        dtype: of autocast; None: the model itself is in bfloat16.
+    """
+
+    create: object
+    shape: tuple
+    memory_at_most: float
+    dtype: torch.dtype | None = torch.bfloat16
+    vocabulary: int | None = None
+
+    def batch(self, device, count=None):
+        shape = (count or self.shape[0], *self.shape[1:])
+        if self.vocabulary:
+            return torch.randint(1, self.vocabulary, shape, device=device)
+        return torch.randn(shape, device=device).to(memory_format=torch.channels_last)
+
+
+def vision(name, batch, memory_at_most, dtype=torch.bfloat16):
+    return Case(partial(from_torchvision, name), (batch, *IMAGE), memory_at_most, dtype)
+
+
+def language(name, config, **options):
+    return partial(Language, name, config, **options)
+
+
+CASES = {
+    "mobilenet_v2": vision("mobilenet_v2", 384, 0.40),
+    "efficientnet_b0": vision("efficientnet_b0", 256, 0.38),
+    "mobilenet_v3_large": vision("mobilenet_v3_large", 512, 0.47),
+    "resnet50": vision("resnet50", 256, 0.60),
+    "densenet121": vision("densenet121", 128, 0.50),
+    "convnext_tiny": vision("convnext_tiny", 128, 0.57),
+    "vit_b_16": vision("vit_b_16", 128, 0.72),
+    "swin_t": vision("swin_t", 128, 0.66),
+    "diffusion blocks": Case(diffusion_blocks, (64, 3, 64, 64), 0.45),
+    "U-Net": Case(UNet, (32, 3, 256, 256), 0.75),
+    "GPT-2": Case(language("GPT2ForSequenceClassification", "GPT2Config"), (16, 1024), 0.70, vocabulary=50257),
+    "BERT-base": Case(
+        language("BertForSequenceClassification", "BertConfig", hidden_act="gelu"), (32, 512), 0.67, vocabulary=30522
+    ),
+    "Llama": Case(llama, (4, 2048), 0.58, dtype=None, vocabulary=32000),
+    "mobilenet_v2 float32": vision("mobilenet_v2", 192, 0.38, torch.float32),
+    "resnet50 float32": vision("resnet50", 128, 0.60, torch.float32),
+    "efficientnet_b0 float32": vision("efficientnet_b0", 128, 0.35, torch.float32),
+}
+
+
+def checked(model):
+    """The model's forward, every recipe compared with its tensor."""
+    return activations_cuda.recompute(model, check=True)(model)
+
+
+def measure(name, case):
+    gc.collect()
+    torch.cuda.empty_cache()
+    earlier = torch.cuda.memory_allocated()
+    dtype = case.dtype or torch.float32  # without autocast
+    torch.manual_seed(0)
+    before = case.create().cuda().train()
+    before = before if case.vocabulary else before.to(memory_format=torch.channels_last)
+    with autocast(dtype):
+        after = activations_cuda.convert(copy.deepcopy(before), case.batch("meta"), recompute=True)
+    few = case.batch("cuda", max(1, case.shape[0] // 4))
+    with deterministic():
+        pair = [Training(model, few, dtype) for model in (before, after)]
+        for training in pair:
+            for _ in range(STEPS):
+                training()
+        equal = same(pair)
+    del pair, few
+    batch = case.batch("cuda")
+    try:
+        Training(after, batch, dtype, checked)()
+        bits_equal = True
+    except RuntimeError as error:
+        print(f"{name}: {error}")
+        bits_equal = False
+    gc.collect()
+    trainings = [Training(model, batch, dtype) for model in (before, after)]
+    for training in trainings:
+        training()  # momentum
+    peaks = [training.peak([other for other in trainings if other is not training]) - earlier for training in trainings]
+    times = alternate(StepClock(rounds=10), *trainings)
+    kernels_before, kernels_after = (time.median for time in alternate(KernelClock(), *trainings))
+    return {
+        "model": name,
+        "dtype": "bfloat16 weights" if case.dtype is None else str(case.dtype).removeprefix("torch."),
+        "batch": case.shape[0],
+        **equal,
+        "recipes_equal": bits_equal,
+        **compare(*times, *peaks),
+        "before_kernels_ms": round(kernels_before / 1e3, 3),
+        "after_kernels_ms": round(kernels_after / 1e3, 3),
+        "kernels": round(kernels_after / kernels_before, 4),
+        "memory_at_most": case.memory_at_most,
+    }
+
+
+def differences(row):
+    return [*differs(row), *([] if row["recipes_equal"] else ["recipes"])]
+
+
+def table(rows):
+    columns = ["model", "batch", "dtype", "before_gib", "after_gib", "memory", "memory_at_most", "kernels", "time"]
+    cells = [
+        [
+            *(row[column] for column in columns),
+            "-".join(map(str, row["spread"])),
+            f"{' and '.join(differences(row)).upper()} DIFFER" if differences(row) else "",
+            " and ".join(f"{what.upper()} ABOVE {row[f'{what}_at_most']}" for what in missed(row)),
+        ]
+        for row in rows
+    ]
+    return tabulate(cells, headers=[*columns, "spread of time", "", ""], disable_numparse=True)
+
+
+def main():
+    chosen = chosen_models("python -m benchmarks.recompute", __doc__, list(CASES))
+    origin, path = record.origin(), record.path("-recompute")
+    rows = [row for row in record.earlier(path, origin).get("rows", []) if row["model"] not in chosen]
+    for name in tqdm(chosen, unit=" models"):
+        rows.append(measure(name, CASES[name]))
+        rows.sort(key=lambda row: list(CASES).index(row["model"]))
+        record.write(path, {**origin, "rows": rows})
+    print(table(rows))
+    print(
+        "\nbefore: unmodified; after: convert(recompute=True). GiB: the peak memory of a step; kernels: their time, after to before."
+    )
+    sys.exit(1 if any(missed(row) or differences(row) for row in rows) else 0)
+
+
+if __name__ == "__main__":
+    main()
