@@ -1,9 +1,9 @@
-"""Trains real models for a few steps on the GPU at hand, unmodified and by convert(model, batch, recompute=True): the peak memory
-of a step, its time and that of its kernels.
+"""Trains real models for a few steps on the GPU at hand, unmodified and by convert(model, batch, recompute=True): the peak
+memory of a step, its time and that of its kernels.
 
-Writes benchmarks/results/<device>-recompute.json. Exits with 1 if a row misses its target, if any loss or any weight of the first
-steps, by deterministic algorithms and on a quarter of the batch, differs, or if any recipe of a step on all of it gives other
-bits. Names of models on the command line run those alone.
+Writes benchmarks/results/<device>-recompute.json. Exits with 1 if a row misses its target, if any loss or any weight of the
+first steps, by deterministic algorithms and on a quarter of the batch, differs, or if any recipe of a step on all of it gives
+other bits. Names of models on the command line run those alone.
 """
 
 import copy
@@ -11,6 +11,7 @@ import gc
 import sys
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ class UNet(nn.Module):
     def __init__(self, widths=(64, 128, 256, 512)):
         super().__init__()
         self.down = nn.ModuleList(map(self.two, (3, *widths), widths))
-        self.up = nn.ModuleList(self.two(low + high, high) for high, low in zip(widths, widths[1:], strict=False))
+        self.up = nn.ModuleList(self.two(low + high, high) for high, low in pairwise(widths))
         self.head = nn.Linear(widths[0], 1000)
 
     @staticmethod
@@ -218,9 +219,7 @@ def main():
         rows.sort(key=lambda row: list(CASES).index(row["model"]))
         record.write(path, {**origin, "rows": rows})
     print(table(rows))
-    print(
-        "\nbefore: unmodified; after: convert(recompute=True). GiB: the peak memory of a step; kernels: their time, after to before."
-    )
+    print("\nbefore: unmodified; after: convert(recompute=True). GiB: the peak of a step's memory; kernels: of their time.")
     sys.exit(1 if any(missed(row) or differences(row) for row in rows) else 0)
 
 

@@ -121,9 +121,9 @@ def _batch_norm_miopen(x, w, b, mean, invstd, eps):
     return miopen_batch_norm(x, w, b, eps)[0]
 
 
-NATIVE = _batch_norm_affine, _batch_norm_elementwise, _batch_norm_whole
-CUDNN = _batch_norm_scaled, _batch_norm_elementwise, _batch_norm_cudnn
-MIOPEN = _batch_norm_scaled, _batch_norm_elementwise, _batch_norm_miopen
+NATIVE = _batch_norm_elementwise, _batch_norm_affine, _batch_norm_whole
+CUDNN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_cudnn
+MIOPEN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_miopen
 
 
 def layer_norm(step: Step) -> tuple[Any, ...]:

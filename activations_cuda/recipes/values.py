@@ -111,7 +111,11 @@ class Kept(Value):
 
     @property
     def configuration(self):
-        return self._geometry if self.hooks else (self.held.shape, self.held.stride(), self.held.dtype, self.held.device)
+        if self.hooks:
+            return self._geometry
+        held = self.held
+        # Where it begins decides whether kernels read it in vectors.
+        return held.shape, held.stride(), held.dtype, held.device, held.storage_offset() % 16
 
     @property
     def shape(self):
