@@ -22,7 +22,7 @@ class Heap(ctypes.Structure):
     """The C library's struct mallinfo2."""
 
     names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
-    _fields_ = [(name, ctypes.c_size_t) for name in names]
+    _fields_ = [(name, ctypes.c_size_t) for name in names]  # noqa: RUF012
 
 
 def used_bytes(device):

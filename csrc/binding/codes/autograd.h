@@ -9,8 +9,8 @@
 
 namespace fastact {
 
-// Whether this thread saves what PyTorch's ops save instead of an output and a code: where recipes replace outputs, a code costs
-// more than an input that somebody keeps anyway.
+// Whether this thread saves what PyTorch's ops save instead of an output and a code: where recipes replace outputs, a code
+// costs more than an input that somebody keeps anyway.
 bool saves_inputs();
 void save_inputs(bool does);
 
