@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from activations_cuda.conversion import arguments_of, check_model, functions_for
 from activations_cuda.copies import unwrapped
-from activations_cuda.recipes.hook import Hook
-from activations_cuda.recipes.step import unpack
-from activations_cuda.recipes.values import Opaque, Recipe
+from activations_cuda.recipes.hook import Hook, unpack
 from activations_cuda.replacements import OURS, class_for, original_of, set_class
 from activations_cuda.survey import Decision, Survey, run_copy, running_module, saved_storages, storages_of, summary
 
@@ -123,16 +120,6 @@ def _compared(bytes, before):
     return f"{bytes / 2**20:.1f}", f"{bytes / before - 1:+.0%}" if before else ""
 
 
-class _Assuming(Hook):
-    """For fake tensors: every rule's formula is assumed to fit."""
-
-    def _is_plain(self, tensor):
-        return type(tensor) is FakeTensor or super()._is_plain(tensor)
-
-    def _is_right(self, recipe, node, tensor):
-        return True
-
-
 class _OutOfPlace(TorchFunctionMode):
     """For fake tensors, on which this package's ops in place copy: what follows is to see the op itself."""
 
@@ -162,13 +149,13 @@ class _Recomputed:
     def _watch(self, copier, model, args, kwargs):
         for module, functions in self._converted.items():
             set_class(copier(module), class_for(copier(module), functions))
-        hook = _Assuming(model, check=False, outer=None)
+        pack_value = Hook(model, check=False, outer=None, assumes=True).pack
         values = []
         first: dict[StorageWeakRef, nn.Module] = {}
         with running_module(copier, model, self._modules) as running:
 
             def pack(tensor):
-                value = hook.pack(tensor)
+                value = pack_value(tensor)
                 values.append((weakref.ref(value), tensor.nbytes))
                 for storage in _kept_storages(value):
                     first.setdefault(StorageWeakRef(storage), running())
@@ -181,7 +168,7 @@ class _Recomputed:
         for reference, size in values:
             if (value := reference()) is not None:
                 kept.update((StorageWeakRef(storage), storage.nbytes()) for storage in _kept_storages(value))
-                if isinstance(value, Recipe):
+                if value.is_recipe:
                     self.rules[value.source] += size
         del output  # until here it holds all that was counted
         for storage in kept.keys() - own:
@@ -189,8 +176,7 @@ class _Recomputed:
 
 
 def _kept_storages(value):
-    roots = (value,) if isinstance(value, Opaque) else value.roots
-    return [storage for root in roots for storage in storages_of(root.held)]
+    return [storage for root in value.roots for storage in storages_of(root.held)]
 
 
 def memory_report(

@@ -7,8 +7,7 @@ import weakref
 import torch
 from torch import nn
 
-from activations_cuda.recipes.scope import recompute
-from activations_cuda.recipes.values import Opaque, Recipe
+from activations_cuda import recompute
 
 
 class Keep(torch.autograd.Function):
@@ -78,7 +77,7 @@ class Scope(Plain):
         def recorded(tensor):
             value = pack(tensor)
             self.held.append(weakref.ref(value))
-            self.count[type(value) is Recipe] += 1
+            self.count[value.is_recipe] += 1
             return value
 
         autograd._pop_saved_tensors_default_hooks()
@@ -93,8 +92,7 @@ class Scope(Plain):
 
     def tensors(self):
         values = self.values()
-        roots = [root for value in values for root in ([value] if type(value) is Opaque else value.roots)]
-        return [root.held for root in roots if isinstance(root.held, torch.Tensor)]
+        return [root.held for value in values for root in value.roots if isinstance(root.held, torch.Tensor)]
 
 
 def assert_same(a, b):

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import recompute
-from activations_cuda.recipes import hook, scope, values, verification
+from activations_cuda import _C
+from activations_cuda.recipes import hook, masks, scope
 from activations_cuda.recipes.rules import RULES, op
-from activations_cuda.recipes.values import Kept, Opaque, Recipe
 from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -426,8 +426,8 @@ def shared_silu():
 def test_what_is_remembered_is_let_go():
     scope, loss, _ = shared_silu()
     loss.backward(retain_graph=True)
-    assert any(type(value) is Recipe and value.readers > 1 for value in scope.values())
-    assert all(value.remembered is None for value in scope.values()) and not values._passes
+    assert any(value.is_recipe and value.readers > 1 for value in scope.values())
+    assert not any(value.remembers for value in scope.values())
 
 
 def test_a_failed_backward_forgets():
@@ -439,7 +439,7 @@ def test_a_failed_backward_forgets():
     y.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
         loss.backward(retain_graph=True)
-    assert all(getattr(value, "remembered", None) is None for value in scope.values()) and not values._passes
+    assert scope.values() and not any(value.remembers for value in scope.values())
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -448,9 +448,7 @@ def test_nothing_leaks(backward):
 
     def objects():
         gc.collect()
-        return sum(
-            type(each) in (Kept, Recipe, Opaque, weakref.ref) or isinstance(each, torch.Tensor) for each in gc.get_objects()
-        )
+        return sum(type(each) is weakref.ref or isinstance(each, torch.Tensor) for each in gc.get_objects())
 
     counts = []
     gc.disable()  # which nothing may need
@@ -467,7 +465,7 @@ def test_nothing_leaks(backward):
     finally:
         gc.enable()
     assert max(counts) <= counts[0] + 5
-    assert not values._passes and not hook._bools
+    assert not masks._packed
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -591,7 +589,7 @@ def test_mask_is_packed_once():
 def doctor(monkeypatch):
     """A rule whose formula gives something else as soon as the first of a list isn't 0."""
     wrong = [0.0]
-    monkeypatch.setattr(verification, "chosen", {})
+    _C.recipes.forget_chosen()
     monkeypatch.setitem(RULES, "SiluBackward0", op(lambda x: F.silu(x) + wrong[0]))
     return wrong
 
@@ -607,7 +605,7 @@ def test_a_wrong_rule_is_not_used(monkeypatch):
         return gradients(net, loss)
 
     same_with_scope(run)
-    assert None in verification.chosen.values()
+    assert None in _C.recipes.chosen().values()
 
 
 def test_check(monkeypatch):

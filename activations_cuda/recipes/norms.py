@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from activations_cuda.recipes.step import Step
-from activations_cuda.recipes.values import Kept, Underivable
+from activations_cuda import _C
+from activations_cuda.recipes.step import Step, Underivable
 from activations_cuda.recipes.verification import Candidates, Formula
 
 HALVES = torch.bfloat16, torch.float16
@@ -49,7 +49,7 @@ def _bias(step, i, weight):
     norm = step.norm(weight)
     if norm is None:
         raise Underivable
-    return None if norm.bias is None else Kept(norm.bias)
+    return None if norm.bias is None else _C.recipes.keep(norm.bias, None)
 
 
 def _without_eps_and_with(candidates):

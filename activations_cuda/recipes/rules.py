@@ -17,37 +17,42 @@ from torch import Tensor
 
 from activations_cuda import _C
 from activations_cuda.recipes import norms
-from activations_cuda.recipes.step import LEAF, Step
-from activations_cuda.recipes.values import Underivable
+from activations_cuda.recipes.step import LEAF, Step, Underivable
 
 aten = torch.ops.aten
-Rule = Callable[[Step], tuple[Any, tuple[Any, ...], tuple[Any, ...]]]
+Result = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
 
 
-def op(formula: Callable[..., Tensor], *arguments: str, operands: tuple[str | None, ...] = ("self",)) -> Rule:
+class Op:
+    """The rule of most ops, as data: the formula, and the names of the node's attributes that are operands and arguments."""
+
+    __slots__ = ("arguments", "formula", "operands")
+
+    def __init__(self, formula: Callable[..., Tensor], operands: tuple[str | None, ...], arguments: tuple[str, ...]) -> None:
+        self.formula, self.operands, self.arguments = formula, operands, arguments
+
+
+def op(formula: Callable[..., Tensor], *arguments: str, operands: tuple[str | None, ...] = ("self",)) -> Op:
     """The rule of an op by the names under which its node saves things: operands (None: it doesn't), then arguments."""
-
-    def rule(step):
-        return formula, tuple(step.operand(i, name) for i, name in enumerate(operands)), step.arguments(*arguments)
-
-    return rule
+    saved = tuple(None if name is None else "_saved_" + name for name in operands)
+    return Op(formula, saved, tuple("_saved_" + name for name in arguments))
 
 
-def unsaved(formula: Callable[..., Tensor], *arguments: str, operands: int = 1) -> Rule:
+def unsaved(formula: Callable[..., Tensor], *arguments: str, operands: int = 1) -> Op:
     """The rule of an op whose node saves none of its operands."""
     return op(formula, *arguments, operands=(None,) * operands)
 
 
-def binary(formula: Callable[..., Tensor], *arguments: str) -> Rule:
+def binary(formula: Callable[..., Tensor], *arguments: str) -> Op:
     return op(formula, *arguments, operands=("self", "other"))
 
 
-def shaped(formula: Callable[..., Tensor]) -> Rule:
+def shaped(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
     """The rule of an op whose node doesn't save the shape of its output."""
     return lambda step: (formula, (step.operand(0),), (step.shape,))
 
 
-def one_of(formula: Callable[..., Any], *arguments: str) -> Rule:
+def one_of(formula: Callable[..., Any], *arguments: str) -> Callable[[Step], Result]:
     """The rule of an op with several outputs."""
 
     def output(input, number, *arguments):
@@ -56,7 +61,7 @@ def one_of(formula: Callable[..., Any], *arguments: str) -> Rule:
     return lambda step: (output, (step.operand(0),), (step.number, *step.arguments(*arguments)))
 
 
-def joined(formula: Callable[..., Tensor]) -> Rule:
+def joined(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
     """The rule of an op of any number of tensors and a dimension."""
 
     def join(*tensors_and_dim):
@@ -65,7 +70,7 @@ def joined(formula: Callable[..., Tensor]) -> Rule:
     return lambda step: (join, tuple(map(step.operand, range(len(step.node.next_functions)))), step.arguments("dim"))
 
 
-def indexed(formula: Callable[..., Tensor]) -> Rule:
+def indexed(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
     return lambda step: (formula, (step.operand(0, "self"), *step.arguments("dim"), step.saved("index")), ())
 
 
@@ -73,7 +78,7 @@ def same(input: Tensor) -> Tensor:
     return input
 
 
-def cast(step: Step) -> tuple[Any, ...]:
+def cast(step: Step) -> Result:
     """A cast, either way. A float32 tensor that came from a half type goes back to it without loss if nobody kept that."""
     node, number = step.node.next_functions[0]
     if node is None:
@@ -89,7 +94,7 @@ def cast(step: Step) -> tuple[Any, ...]:
     except Underivable:
         if step.tensor is None or step.meta.dtype is not torch.float32 or dtype not in norms.HALVES:
             raise
-        input = step.keep(step.tensor.to(dtype), node, number)
+        input = step.keep_operand(0, step.tensor.to(dtype))
     return torch.Tensor.to, (input,), (step.meta.dtype,)
 
 
@@ -99,13 +104,13 @@ def _at_first(mask, tensor):
     return tensor.reshape(-1).index_select(0, index.view(1)).view(())
 
 
-def masked_fill(step: Step) -> tuple[Any, ...]:
+def masked_fill(step: Step) -> Result:
     """The node doesn't save the number, which the tensor has wherever the mask is true."""
     mask = step.saved("mask")
     return torch.where, (mask, step.constant(_at_first, mask), step.operand(0)), ()
 
 
-def threshold(step: Step) -> tuple[Any, ...]:
+def threshold(step: Step) -> Result:
     input = step.operand(0, "self")
     (bound,) = step.arguments("threshold")
 
@@ -119,7 +124,7 @@ def _threshold(input, value, bound):
     return torch.where(input <= bound, value, input)
 
 
-def constant_pad(step: Step) -> tuple[Any, ...]:
+def constant_pad(step: Step) -> Result:
     """The node doesn't save the number, which the tensor has at its border."""
     (pad,) = step.arguments("pad")
     if min(pad) < 0 or max(pad) == 0:
@@ -138,11 +143,11 @@ def _padded(input, border, pad):
     return torch.where(inside, F.pad(input, pad), border)
 
 
-def rrelu(step: Step) -> tuple[Any, ...]:
+def rrelu(step: Step) -> Result:
     return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
 
 
-def dropout(step: Step) -> tuple[Any, ...]:
+def dropout(step: Step) -> Result:
     return _scaled, (step.operand(0), step.saved("result1")), step.arguments("p")
 
 
@@ -150,11 +155,11 @@ def _scaled(input, mask, p):
     return input.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p))
 
 
-def where(step: Step) -> tuple[Any, ...]:
+def where(step: Step) -> Result:
     return torch.where, (step.saved("condition"), step.operand(0), step.operand(1)), ()
 
 
-def piecewise_linear(step: Step) -> tuple[Any, ...]:
+def piecewise_linear(step: Step) -> Result:
     """This package's, which save bits."""
     function, parameters = step.arguments("function", "parameters")
     if function is None:
@@ -162,7 +167,7 @@ def piecewise_linear(step: Step) -> tuple[Any, ...]:
     return getattr(_C, function), (step.operand(0),), parameters
 
 
-def embedding(step: Step) -> tuple[Any, ...]:
+def embedding(step: Step) -> Result:
     return F.embedding, (step.saved("indices"), step.operand(0)), ()
 
 
@@ -197,7 +202,7 @@ def adaptive_avg_pool2d(input, shape):
 WINDOW = "kernel_size", "stride", "padding"
 TENSORS = None, "tensor1", "tensor2"
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Op | Callable[[Step], Result]] = {
     # activations
     "ReluBackward0": op(torch.relu),
     "HardtanhBackward0": op(F.hardtanh, "min_val", "max_val"),

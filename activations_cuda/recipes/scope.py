@@ -11,8 +11,7 @@ from torch import nn
 
 from activations_cuda import _C
 from activations_cuda._torch_version import is_dynamo_compiling
-from activations_cuda.recipes.hook import Hook
-from activations_cuda.recipes.step import unpack
+from activations_cuda.recipes.hook import Hook, unpack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

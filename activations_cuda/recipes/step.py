@@ -1,26 +1,30 @@
-"""What a rule sees of an op: its node in autograd's graph, and values for its operands."""
+"""What a rule sees of an op: its node in autograd's graph, and values for its operands.
 
-import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+A value (``_C.recipes.Value``) stands for a saved tensor: the tensor itself, kept, or a recipe, which computes it from others.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from activations_cuda.recipes import values
-from activations_cuda.recipes.values import Underivable, Value
+from activations_cuda import _C
 
 LEAF = "torch::autograd::AccumulateGrad"
 
 
-class Finder(Protocol):
-    """What a step asks for values: the scope's hook."""
+class Underivable(Exception):
+    """No way is known from kept values to this one."""
 
-    def find(self, node: Node, number: int, depth: int) -> Value: ...
-    def keep(self, tensor: Tensor, node: Node, number: int) -> Value: ...
-    def constant(self, tensor: Tensor) -> Value | float: ...
-    def norm(self, weight: Any) -> Any: ...
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """As an op's own forward runs: below autograd and autocast."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
 
 
 class Step:
@@ -30,10 +34,10 @@ class Step:
         is_assumed: set by a rule that assumes an operand; its recipe is verified at each use.
     """
 
-    __slots__ = ("_finder", "_meta", "depth", "is_assumed", "node", "number", "tensor")
+    __slots__ = ("_hook", "_meta", "depth", "is_assumed", "node", "number", "tensor")
 
-    def __init__(self, finder: Finder, node: Node, number: int, tensor: Tensor | None, depth: int) -> None:
-        self._finder, self.node, self.number, self.tensor, self.depth = finder, node, number, tensor, depth
+    def __init__(self, hook: Any, node: Node, number: int, tensor: Tensor | None, depth: int) -> None:
+        self._hook, self.node, self.number, self.tensor, self.depth = hook, node, number, tensor, depth
         self.is_assumed = False
         self._meta: Any = None
 
@@ -50,42 +54,36 @@ class Step:
 
     def operand(self, i: int, name: str | None = None) -> Any:
         """The value of operand i, found by its edge or as what the node saved under a name: a value, a number or None."""
-        node, number = self.node.next_functions[i]
-        if node is not None:
-            return self._finder.find(node, number, self.depth + 1)
+        value = _C.recipes.operand(self._hook, self.node, i, self.depth)
+        if value is not None:
+            return value
         if name is None:
             raise Underivable
         return self.saved(name)
 
     def saved(self, name: str) -> Any:
         """The value, number or None behind what the node saved under a name."""
-        value, tensor = peek(lambda: getattr(self.node, "_saved_" + name))
-        if value is None and tensor is not None:
-            # A number in an expression, as 2 in x * 2, is a tensor that hooks don't see.
-            if tensor.dim() == 0 and tensor.dtype in (torch.float64, torch.int64, torch.bool) and tensor.device.type == "cpu":
-                return tensor.item()
-            raise Underivable  # saved by other hooks, or before the scope
-        if value is not None and not (isinstance(value, Value) and value.is_current()):
-            raise Underivable
-        return value
+        return _C.recipes.saved(self.node, "_saved_" + name)
 
     def arguments(self, *names: str) -> tuple[Any, ...]:
         return tuple(_signed(getattr(self.node, "_saved_" + name)) for name in names)
 
-    def constant(self, read: Callable[..., Tensor], *operands: Value) -> Value | float:
-        """A number that the node doesn't save, read from the tensor itself."""
+    def constant(self, read: Callable[..., Tensor], *operands: Any) -> Any:
+        """A number that the node doesn't save, read from the tensor itself without waiting for the device."""
         if self.tensor is None:
             raise Underivable
-        with values.computing():
-            return self._finder.constant(read(*(operand.tensor() for operand in operands), self.tensor))
+        with computing():
+            number = read(*(operand.tensor() for operand in operands), self.tensor)
+        is_at_hand = number.device.type == "cpu" and type(number) is Tensor
+        return number.item() if is_at_hand else _C.recipes.keep(number, self._hook.outer)
 
-    def keep(self, tensor: Tensor, node: Node, number: int) -> Value:
-        """Keep this tensor for an output that nobody has saved."""
-        return self._finder.keep(tensor, node, number)
+    def keep_operand(self, i: int, tensor: Tensor) -> Any:
+        """Keep this tensor for operand i, which nobody has saved."""
+        return _C.recipes.keep_operand(self._hook, self.node, i, tensor)
 
     def norm(self, weight: Any) -> Any:
         """The module whose weight this value is, if the scope was given its model."""
-        return self._finder.norm(weight)
+        return self._hook.norm(weight)
 
 
 def _signed(argument):
@@ -93,33 +91,3 @@ def _signed(argument):
     if type(argument) is int and argument >= 1 << 63:
         return argument - (1 << 64)
     return tuple(map(_signed, argument)) if isinstance(argument, (tuple, list)) else argument
-
-
-class _Peeking(threading.local):
-    value = None
-    is_on = False
-
-
-_peeking = _Peeking()
-
-
-def peek(read: Callable[[], Any]) -> tuple[Any, Any]:
-    """What stands for a saved tensor that `read` unpacks, instead of the tensor; and what `read` returned."""
-    _peeking.value, _peeking.is_on = None, True
-    try:
-        result = read()
-    finally:
-        _peeking.is_on = False
-    value, _peeking.value = _peeking.value, None
-    return value, result
-
-
-def unpack(value: Any) -> Tensor:
-    """Autograd's unpack hook: the tensor again, or within :func:`peek` anything."""
-    if _peeking.is_on:
-        _peeking.value = value
-        return _anything
-    return values.unpack(value)
-
-
-_anything = torch.empty(0)

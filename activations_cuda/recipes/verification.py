@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from activations_cuda.recipes.values import Recipe, Value, computing
+from activations_cuda import _C
+from activations_cuda.recipes.step import computing
 
 log = logging.getLogger("activations_cuda")
 
 Formula = Callable[..., Tensor]
-
-# A recipe's configuration -> the formula that fits, or None if none does.
-chosen: dict[tuple[Any, ...], Formula | None] = {}
 
 ELEMENTS_TRIED = 2**22  # at least, in at most so many trials
 MAX_TRIALS = 64
@@ -77,19 +75,20 @@ def is_identical(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def verify(recipe: Recipe, untried: Sequence[tuple[Recipe, Formula | Candidates]], tensor: Tensor) -> bool:
+def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], tensor: Tensor) -> bool:
     """Choose formulas for the recipes that haven't been tried, of which `recipe` is the last, and compare with its tensor."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # comparing waits for the device
     with computing():
         for each, formula in untried:
             if isinstance(formula, Candidates):
-                operands = [operand.tensor() if isinstance(operand, Value) else operand for operand in each.operands]
+                operands = [value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands]
                 each.formula = formula.choose(*operands, *each.arguments)
         fits = all(each.formula for each, _ in untried) and is_identical(recipe.compute(), tensor)
     if fits:
-        chosen.update((each.configuration, each.formula) for each, _ in untried)
+        for each, _ in untried:
+            _C.recipes.choose(each.configuration, each.formula)
     else:
         log.debug("recompute: %s: no formula fits, shape %s, %s: kept", recipe.source, list(tensor.shape), tensor.dtype)
-        chosen[recipe.configuration] = None
+        _C.recipes.choose(recipe.configuration, None)
     return fits

@@ -17,6 +17,7 @@
 #include "codes/autograd.h"
 #include "family.h"
 #include "find.h"
+#include "recipes/hook.h"
 
 #if defined(FASTACT_CUDA)
 #include <cuda.h>
@@ -185,6 +186,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #include "../family.def"
   module.attr("family") = family;
 
+  py::module_ of_recipes = module.def_submodule("recipes");
+  recipes::add_hook(of_recipes);
   module.def("saves_inputs", saves_inputs);
   module.def("save_inputs", save_inputs);
 

@@ -48,6 +48,19 @@ inline NodePointer pointer_to(torch::autograd::Node* node) {
   return pointer_to(node, static_cast<NodePointer*>(nullptr));
 }
 
+inline c10::weak_intrusive_ptr<torch::autograd::Node> weak(const c10::intrusive_ptr<torch::autograd::Node>& node) {
+  return c10::weak_intrusive_ptr<torch::autograd::Node>(node);
+}
+inline std::weak_ptr<torch::autograd::Node> weak(const std::shared_ptr<torch::autograd::Node>& node) {
+  return node;
+}
+
+// A reference that doesn't own a node, and whether the node still is.
+using WeakNode = decltype(weak(NodePointer()));
+inline bool is_alive(const WeakNode& node) {
+  return !node.expired();
+}
+
 #if FASTACT_COMPILED_AUTOGRAD
 // Makes function(grads, arguments) a node's backward in compiled autograd's graph. The arguments have these types.
 inline torch::autograd::variable_list call_in_graph(

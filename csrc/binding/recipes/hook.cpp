@@ -1,0 +1,552 @@
+#include "hook.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <typeindex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "value.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Node;
+
+// What Python gives this file, see recipes/hook.py.
+struct Callbacks {
+  py::dict rules;             // a node's name -> a rule
+  py::object rule_of_op;      // the class of the rules that are data
+  py::object of_all_outputs;  // names of the nodes whose rules are for every output
+  py::object underivable;     // the exception
+  py::tuple plain_types;
+  py::object step;        // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
+  py::object mask;        // (hook, tensor) -> a value
+  py::object is_right;    // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object as_strided;  // a view's formula
+  py::object failed;      // (tensor, error)
+};
+
+Callbacks* callbacks = nullptr;
+
+// The formulas that fit, by a recipe's configuration; None if none does.
+auto& chosen() {
+  static auto& formulas = *new std::unordered_map<int64_t, py::object>();
+  return formulas;
+}
+
+// While a recipe is made: those that haven't been verified, and those of its operands that nobody has saved.
+struct Derivation {
+  Derivation() : outer(current) { current = this; }
+  ~Derivation() { current = outer; }
+
+  py::list untried;
+  std::map<Output, std::pair<py::object, NodePointer>> between;
+  Derivation* outer;
+  static thread_local Derivation* current;
+};
+
+thread_local Derivation* Derivation::current = nullptr;
+
+// The interpreter's attributes, by names that are made once.
+py::object attribute(py::handle object, PyObject* name) {
+  PyObject* const result = PyObject_GetAttr(object.ptr(), name);
+  if (!result) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(result);
+}
+
+#define NAME(text)                                                  \
+  ([] {                                                             \
+    static PyObject* const name = PyUnicode_InternFromString(text); \
+    return name;                                                    \
+  }())
+
+py::object wrapped(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+py::object wrapped(const NodePointer& node) {
+  return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
+}
+
+py::object name_of(const Node& node) {
+  static auto& names = *new std::unordered_map<std::type_index, py::object>();
+  py::object& name = names[typeid(node)];
+  if (!name) {
+    name = py::str(node.name());
+  }
+  return name;
+}
+
+// One output of one node.
+struct Step {
+  Step(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor* tensor, int depth)
+      : hook(hook), node(node), number(number), tensor(tensor), depth(depth) {}
+
+  const py::object& python() {
+    if (!python_) {
+      python_ = wrapped(node);
+    }
+    return python_;
+  }
+
+  py::handle hook;
+  const NodePointer& node;
+  uint32_t number;
+  const at::Tensor* tensor;  // if it is at hand
+  int depth;
+
+ private:
+  py::object python_;
+};
+
+py::object derive(Step step);
+
+// The value of an operand: somebody keeps it, it is a parameter, or it follows from such.
+py::object find(py::handle hook, const NodePointer& node, uint32_t number, int depth) {
+  py::object value = noted(node, number);
+  if (!value && Derivation::current) {
+    auto& between = Derivation::current->between;
+    const auto found = between.find({node.get(), number});
+    if (found != between.end()) {
+      value = found->second.first;
+    }
+  }
+  if (!value) {
+    if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
+      value = keep(leaf->variable, py::none(), py::none());
+      note(value, node, number);
+      return value;
+    }
+    value = derive({hook, node, number, nullptr, depth});
+    if (Derivation::current) {
+      Derivation::current->between[{node.get(), number}] = {value, node};
+    }
+  } else if (!value_of(value).is_current()) {
+    throw Underivable();
+  }
+  return value;
+}
+
+// The value, number or None behind what a node saved under a name.
+py::object saved(py::handle node, PyObject* name) {
+  py::object result;
+  py::object value = peek([&] { result = attribute(node, name); });
+  if (value) {
+    if (!value_of(value).is_current() || !value_of(value).has_strides) {
+      throw Underivable();
+    }
+    return value;
+  }
+  if (THPVariable_Check(result.ptr())) {
+    // A number in an expression, as 2 in x * 2, is a tensor that hooks don't see.
+    const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
+    const auto dtype = tensor.scalar_type();
+    const bool is_number =
+        tensor.dim() == 0 && tensor.is_cpu() && (dtype == at::kDouble || dtype == at::kLong || dtype == at::kBool);
+    if (!is_number) {
+      throw Underivable();  // saved by other hooks, or before the scope
+    }
+    return result.attr("item")();
+  }
+  return result;
+}
+
+py::object operand(Step& step, size_t i, py::handle name) {
+  const torch::autograd::Edge& edge = step.node->next_edge(i);
+  if (edge.function) {
+    return find(step.hook, edge.function, edge.input_nr, step.depth + 1);
+  }
+  if (name.is_none()) {
+    throw Underivable();
+  }
+  return saved(step.python(), name.ptr());
+}
+
+// Nodes hand out negative dimensions as unsigned numbers.
+py::object with_sign(py::object argument) {
+  if (PyLong_CheckExact(argument.ptr())) {
+    int overflow = 0;
+    PyLong_AsLongLongAndOverflow(argument.ptr(), &overflow);
+    if (overflow > 0) {
+      return py::int_(static_cast<int64_t>(PyLong_AsUnsignedLongLong(argument.ptr())));
+    }
+  } else if (PyTuple_CheckExact(argument.ptr())) {
+    const auto items = py::reinterpret_borrow<py::tuple>(argument);
+    py::tuple result(items.size());
+    for (size_t i = 0; i < items.size(); ++i) {
+      result[i] = with_sign(items[i]);
+    }
+    return result;
+  }
+  return argument;
+}
+
+// A number for an object by its value; of a float the type will do, since other values take the same path.
+int64_t number_of_object(py::handle object) {
+  static auto& numbers = *new py::dict();
+  const py::handle key = PyFloat_CheckExact(object.ptr()) ? py::handle(reinterpret_cast<PyObject*>(&PyFloat_Type)) : object;
+  PyObject* const found = PyDict_GetItemWithError(numbers.ptr(), key.ptr());
+  if (found) {
+    return PyLong_AsLongLong(found);
+  }
+  if (PyErr_Occurred()) {
+    throw py::error_already_set();
+  }
+  const auto number = static_cast<int64_t>(numbers.size());
+  numbers[key] = number;
+  return number;
+}
+
+bool is_instance(py::handle object, py::handle type) {
+  return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(type.ptr());
+}
+
+// The recipe of a node's output by its rule.
+py::object derive(Step step) {
+  const py::object name = name_of(*step.node);
+  PyObject* const rule = PyDict_GetItem(callbacks->rules.ptr(), name.ptr());
+  if (!rule || step.depth > kMaxDepth || (step.number && !callbacks->of_all_outputs.contains(name))) {
+    throw Underivable();
+  }
+  py::object object = make_value();
+  Value& recipe = value_of(object);
+  bool is_assumed = false;
+  if (is_instance(rule, callbacks->rule_of_op)) {
+    recipe.formula = attribute(rule, NAME("formula"));
+    const py::tuple operands = attribute(rule, NAME("operands")), arguments = attribute(rule, NAME("arguments"));
+    for (size_t i = 0; i < operands.size(); ++i) {
+      recipe.operands.push_back(operand(step, i, operands[i]));
+    }
+    py::tuple values(arguments.size());
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      values[i] = with_sign(attribute(step.python(), py::object(arguments[i]).ptr()));
+    }
+    recipe.arguments = std::move(values);
+  } else {
+    const py::tuple result = callbacks->step(
+        step.hook, step.python(), step.number, step.tensor ? wrapped(*step.tensor) : py::object(py::none()), step.depth,
+        py::reinterpret_borrow<py::object>(rule));
+    recipe.formula = result[0];
+    for (const py::handle each : result[1]) {
+      recipe.operands.push_back(py::reinterpret_borrow<py::object>(each));
+    }
+    recipe.arguments = result[2];
+    is_assumed = py::cast<bool>(result[3]);
+  }
+
+  const auto& meta = step.node->input_metadata(step.number);
+  const at::IntArrayRef sizes = C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector());
+  recipe.source = name;
+  recipe.sizes = sizes;
+  Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
+  for (const py::object& each : recipe.operands) {
+    if (!is_value(each)) {
+      numbers.push_back(
+          -2 - number_of_object(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(each.ptr())))));
+      continue;
+    }
+    Value& value = value_of(each);
+    numbers.push_back(configuration_of(value));
+    recipe.depth = std::max(recipe.depth, value.depth + 1);
+    // What somebody saved and nobody has written to since wasn't written to by this op.
+    if (value.is_recipe() && !value.replaced) {
+      recipe.max_writes = std::max(recipe.max_writes, value.max_writes + 1);
+    }
+    if (value.is_recipe()) {
+      for (const py::object& root : value.roots) {
+        if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
+          recipe.roots.push_back(root);
+        }
+      }
+    } else if (std::none_of(
+                   recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(each); })) {
+      recipe.roots.push_back(each);
+    }
+  }
+  if (recipe.depth == 0 || recipe.depth > kMaxDepth || recipe.roots.size() > 4 * kMaxDepth) {
+    throw Underivable();
+  }
+  for (const py::handle argument : py::reinterpret_borrow<py::tuple>(recipe.arguments)) {
+    numbers.push_back(number_of_object(argument));
+  }
+  numbers.insert(numbers.end(), sizes.begin(), sizes.end());
+  if (step.tensor) {
+    recipe.strides = step.tensor->strides();
+    recipe.has_strides = true;
+    numbers.insert(numbers.end(), recipe.strides.begin(), recipe.strides.end());
+    numbers.push_back(static_cast<int64_t>(step.tensor->_version()));  // in place or not
+  }
+  numbers.push_back(static_cast<int64_t>(c10::typeMetaToScalarType(meta.dtype())));
+  numbers.push_back(static_cast<int64_t>(meta.device().type()) << 8 | (meta.device().index() & 0xff));
+  recipe.configuration = number_of(numbers);
+
+  const auto known = chosen().find(recipe.configuration);
+  const bool is_known = known != chosen().end();
+  if (is_known && known->second.is_none()) {
+    throw Underivable();
+  }
+  if ((!is_known || is_assumed) && Derivation::current) {
+    Derivation::current->untried.append(py::make_tuple(object, recipe.formula));
+  }
+  if (is_known) {
+    recipe.formula = known->second;
+  }
+  for (const py::object& each : recipe.operands) {
+    if (is_value(each)) {
+      ++value_of(each).readers;
+    }
+  }
+  return object;
+}
+
+// A recipe that replaces a tensor, or null.
+py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor) {
+  if (tensor.numel() * tensor.element_size() != tensor.storage().nbytes()) {
+    return {};  // others have the rest of its memory, which would stay
+  }
+  Derivation derivation;
+  try {
+    py::object object = derive({hook, node, number, &tensor, 0});
+    Value& recipe = value_of(object);
+    recipe.version = static_cast<int64_t>(tensor._version());
+    const bool is_assumed = py::cast<bool>(attribute(hook, NAME("assumes")));
+    if (!is_assumed) {
+      if (recipe.version > recipe.max_writes) {
+        return {};  // somebody has written to it since its op
+      }
+      recipe.replaced = torch::autograd::impl::version_counter(tensor);
+      const bool is_checked = py::cast<bool>(attribute(hook, NAME("check")));
+      if ((!derivation.untried.empty() || is_checked) &&
+          !py::cast<bool>(callbacks->is_right(hook, object, derivation.untried, wrapped(node), wrapped(tensor)))) {
+        return {};
+      }
+    }
+    for (const auto& [output, value] : derivation.between) {
+      note(value.first, value.second, output.second);
+    }
+    return object;
+  } catch (const Underivable&) {
+    return {};
+  } catch (const py::error_already_set& error) {
+    if (error.matches(callbacks->underivable)) {
+      return {};
+    }
+    throw;
+  }
+}
+
+py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
+  py::object object = make_value();
+  Value& recipe = value_of(object);
+  Value& value = value_of(base);
+  const int64_t offset = view.storage_offset() - of.storage_offset();
+  recipe.version = static_cast<int64_t>(view._version());
+  recipe.source = py::str("view");
+  recipe.sizes = view.sizes();
+  recipe.strides = view.strides();
+  recipe.has_strides = true;
+  recipe.formula = callbacks->as_strided;
+  recipe.operands = {base};
+  recipe.arguments = py::make_tuple(
+      py::tuple(py::cast(std::vector<int64_t>(recipe.sizes.begin(), recipe.sizes.end()))),
+      py::tuple(py::cast(std::vector<int64_t>(recipe.strides.begin(), recipe.strides.end()))), offset);
+  recipe.roots = value.is_recipe() ? value.roots : std::vector<py::object>{base};
+  recipe.depth = value.depth + 1;
+  Configuration numbers = {-3, configuration_of(value), offset};
+  numbers.insert(numbers.end(), recipe.sizes.begin(), recipe.sizes.end());
+  numbers.insert(numbers.end(), recipe.strides.begin(), recipe.strides.end());
+  recipe.configuration = number_of(numbers);
+  ++value.readers;
+  return object;
+}
+
+// A view, as its base's value and a geometry; null where the hooks outside would be given more than the view.
+py::object value_of_view(py::handle hook, const py::object& outer, const at::Tensor& tensor) {
+  const at::Tensor base(tensor._base());
+  const NodePointer& node = base.grad_fn();
+  py::object value;
+  if (!node) {
+    value = keep(base, py::none(), py::none());
+  } else {
+    const auto number = static_cast<uint32_t>(base.output_nr());
+    value = noted(node, number);
+    if (!value || !value_of(value).stands_for(base)) {
+      value = replacement(hook, node, number, base);
+      if (!value) {
+        if (!outer.is_none()) {
+          return {};
+        }
+        value = keep(base, name_of(*node), py::none());
+      }
+      note(value, node, number);
+    }
+  }
+  return value_of(value).depth < kMaxDepth ? view_of(value, tensor, base) : py::object();
+}
+
+// As factories make it: no subclass, not sparse, quantised, nested, conjugate or batched.
+bool is_plain(py::handle hook, PyObject* object, const at::Tensor& tensor) {
+  static auto& keys = *new std::unordered_map<int, c10::DispatchKeySet>();
+  const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  const auto& types = callbacks->plain_types;
+  if (std::none_of(types.begin(), types.end(), [&](py::handle each) { return each.ptr() == type; })) {
+    return py::cast<bool>(attribute(hook, NAME("assumes"))) && tensor.layout() == at::kStrided;
+  }
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    return false;
+  }
+  c10::DispatchKeySet& plain = keys[static_cast<int>(tensor.device().type())];
+  if (plain.empty()) {
+    plain = at::empty({0}, at::TensorOptions().device(tensor.device())).key_set();
+  }
+  return tensor.key_set() == plain;
+}
+
+py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
+  const py::object outer = attribute(hook, NAME("outer"));
+  if (!is_plain(hook, object, tensor)) {
+    return keep(tensor, py::none(), outer);
+  }
+  const NodePointer& node = tensor.grad_fn();
+  if (!node) {
+    return tensor.scalar_type() == at::kBool ? callbacks->mask(hook, py::handle(object)) : keep(tensor, py::none(), outer);
+  }
+  const auto number = static_cast<uint32_t>(tensor.output_nr());
+  py::object value = noted(node, number);
+  if (value && value_of(value).stands_for(tensor)) {
+    return value;
+  }
+  const bool is_view = tensor.is_view() && tensor._base().requires_grad() && tensor._base().dtype() == tensor.dtype();
+  value = is_view ? value_of_view(hook, outer, tensor) : replacement(hook, node, number, tensor);
+  if (!value) {
+    value = keep(tensor, name_of(*node), outer);
+  }
+  note(value, node, number);
+  return value;
+}
+
+// Autograd's pack hook, with the Python Hook as self. Whatever goes wrong, the tensor is kept: an error here would leave a hole
+// in the graph.
+PyObject* pack_hook(PyObject* hook, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  py::object value;
+  const auto report = [&](const py::object& error) { callbacks->failed(py::handle(object), error); };
+  try {
+    value = pack(hook, object, tensor);
+  } catch (py::error_already_set& error) {
+    report(error.value());
+  } catch (const std::exception& error) {
+    report(py::str(error.what()));
+  }
+  if (!value) {
+    value = keep(tensor, py::none(), attribute(hook, NAME("outer")));
+  }
+  ++value_of(value).readers;
+  return value.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef pack_method = {"pack", pack_hook, METH_O, nullptr};
+PyMethodDef unpack_method = {"unpack", unpack, METH_O, nullptr};
+
+NodePointer node_behind(py::handle node) {
+  TORCH_CHECK_TYPE(
+      torch::autograd::THPCppFunction_Check(node.ptr()), "recompute: expected a node of autograd's graph, got ",
+      Py_TYPE(node.ptr())->tp_name);
+  return reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
+}
+
+// Runs what a rule asks for; a rule written in Python gets Python's exception.
+template <class Run>
+py::object or_underivable(const Run& run) {
+  try {
+    return run();
+  } catch (const Underivable&) {
+    PyErr_SetNone(callbacks->underivable.ptr());
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace
+
+void add_hook(py::module_& module) {
+  add_value_type(module);
+  module.def(
+      "set_up",
+      [](py::dict rules, py::object rule_of_op, py::object of_all_outputs, py::object underivable, py::tuple plain_types,
+         py::object step, py::object mask, py::object is_right, py::object as_strided, py::object failed) {
+        callbacks = new Callbacks{rules, rule_of_op, of_all_outputs, underivable, plain_types,
+                                  step,  mask,       is_right,       as_strided,  failed};
+      },
+      py::kw_only(), py::arg("rules"), py::arg("rule_of_op"), py::arg("of_all_outputs"), py::arg("underivable"),
+      py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"), py::arg("as_strided"), py::arg("failed"));
+  module.def("pack_hook", [](const py::object& hook) {
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
+  });
+  module.attr("unpack") = py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_method, nullptr));
+  module.def("operand", [](py::handle hook, py::handle node, size_t i, int depth) {
+    return or_underivable([&] {
+      const NodePointer pointer = node_behind(node);
+      const torch::autograd::Edge& edge = pointer->next_edge(i);
+      return edge.function ? find(hook, edge.function, edge.input_nr, depth + 1) : py::object(py::none());
+    });
+  });
+  module.def("saved", [](py::handle node, py::handle name) { return or_underivable([&] { return saved(node, name.ptr()); }); });
+  module.def("keep", [](py::handle tensor, const py::object& hooks) {
+    return keep(THPVariable_Unpack(tensor.ptr()), py::none(), hooks);
+  });
+  module.def("keep_operand", [](py::handle hook, py::handle node, size_t i, py::handle tensor) {
+    const torch::autograd::Edge& edge = node_behind(node)->next_edge(i);
+    py::object value = keep(THPVariable_Unpack(tensor.ptr()), name_of(*edge.function), hook.attr("outer"));
+    note(value, edge.function, edge.input_nr);
+    return value;
+  });
+  module.def("view_of", [](const py::object& base, py::handle view, py::handle of) {
+    return view_of(base, THPVariable_Unpack(view.ptr()), THPVariable_Unpack(of.ptr()));
+  });
+  // A recipe that no node made: formula(operand, *arguments) is what this tensor is.
+  module.def(
+      "recipe_of", [](const py::object& formula, const py::object& operand, const py::tuple& arguments, py::handle tensor) {
+        const at::Tensor& replaced = THPVariable_Unpack(tensor.ptr());
+        py::object object = make_value();
+        Value& recipe = value_of(object);
+        recipe.version = static_cast<int64_t>(replaced._version());
+        recipe.source = py::str("bits");
+        recipe.sizes = replaced.sizes();
+        recipe.strides = replaced.strides();
+        recipe.has_strides = true;
+        recipe.formula = formula;
+        recipe.operands = {operand};
+        recipe.arguments = arguments;
+        recipe.roots = {operand};
+        recipe.depth = 1;
+        ++value_of(operand).readers;
+        return object;
+      });
+  module.def("choose", [](int64_t configuration, const py::object& formula) { chosen()[configuration] = formula; });
+  module.def("chosen", [] {
+    py::dict result;
+    for (const auto& [configuration, formula] : chosen()) {
+      result[py::int_(configuration)] = formula;
+    }
+    return result;
+  });
+  module.def("forget_chosen", [] { chosen().clear(); });
+}
+
+}  // namespace fastact::recipes

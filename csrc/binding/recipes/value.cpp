@@ -1,0 +1,407 @@
+#include "value.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace fastact::recipes {
+
+// The values that remember their tensor until the end of a backward pass. Only the pass itself owns this, by a callback; so
+// they forget at its end, even if it fails.
+struct Pass {
+  explicit Pass(int task) : task(task) {}
+  ~Pass();
+  int task;
+  std::unordered_set<Value*> values;
+};
+
+namespace {
+
+struct Object {
+  PyObject_HEAD PyObject* weak_references;
+  Value value;
+};
+
+struct Hash {
+  size_t operator()(const Output& output) const {
+    return std::hash<void*>()(output.first) ^ (output.second * 0x9e3779b97f4a7c15);
+  }
+  size_t operator()(const Configuration& numbers) const {
+    size_t hash = numbers.size();
+    for (const int64_t number : numbers) {
+      hash = (hash ^ static_cast<size_t>(number)) * 0x100000001b3 + (hash >> 29);
+    }
+    return hash;
+  }
+};
+
+// Never destroyed: values outlive this library's other variables.
+auto& registry() {
+  static auto& values = *new std::unordered_map<Output, Value*, Hash>();
+  return values;
+}
+
+auto& passes() {
+  static auto& running = *new std::unordered_map<int, Pass*>();
+  return running;
+}
+
+thread_local Peeking* peeking = nullptr;
+
+int64_t current_stream(const at::Tensor& tensor) {
+  return tensor.is_cuda() && !tensor.key_set().has(c10::DispatchKey::Python)
+             ? c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).id()
+             : 0;
+}
+
+[[noreturn]] void raise_written(
+    const std::string& kind, at::IntArrayRef sizes, const py::object& source, int64_t found, int64_t expected) {
+  const std::string what =
+      source && !source.is_none() ? "which is output 0 of " + py::cast<std::string>(source) : std::string("which is a leaf");
+  TORCH_CHECK(
+      false, "one of the variables needed for gradient computation has been modified by an inplace operation: [", kind, " ",
+      sizes, "], ", what, ", is at version ", found, "; expected version ", expected, " instead. (activations_cuda.recompute)");
+}
+
+at::Tensor with_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
+  return tensor.strides() == strides ? tensor : at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor);
+}
+
+PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+void deallocate(PyObject* self) {
+  auto* object = reinterpret_cast<Object*>(self);
+  if (object->weak_references) {
+    PyObject_ClearWeakRefs(self);
+  }
+  object->value.~Value();
+  Py_TYPE(self)->tp_free(self);
+}
+
+}  // namespace
+
+Pass::~Pass() {
+  const py::gil_scoped_acquire gil;
+  passes().erase(task);
+  for (Value* value : values) {
+    value->remembered_ = at::Tensor();
+    value->pass_ = nullptr;
+  }
+}
+
+Value::~Value() {
+  if (pass_) {
+    pass_->values.erase(this);
+  }
+  if (output_.first) {
+    const auto found = registry().find(output_);
+    if (found != registry().end() && found->second == this) {
+      registry().erase(found);
+    }
+  }
+}
+
+bool Value::stands_for(const at::Tensor& tensor) const {
+  return version == static_cast<int64_t>(tensor._version()) && has_strides && tensor.sizes() == at::IntArrayRef(sizes) &&
+         tensor.strides() == at::IntArrayRef(strides) && is_current();
+}
+
+bool Value::is_current() const {
+  if (held.defined()) {
+    return static_cast<int64_t>(held._version()) == version;
+  }
+  for (const py::object& root : roots) {
+    const Value& kept = value_of(root);
+    if (kept.held.defined() && !kept.is_current()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Value::check_unwritten() const {
+  if (held.defined() || replaced) {
+    const int64_t found = held.defined() ? held._version() : replaced->current_version();
+    if (found != version) {
+      raise_written(held.defined() ? held.toString() : "a recipe of", sizes, source, found, version);
+    }
+  }
+}
+
+at::Tensor Value::tensor() {
+  if (held.defined()) {
+    return compute();
+  }
+  const int task = readers < 2 ? -1 : torch::autograd::get_current_graph_task_id();
+  if (task < 0) {
+    return compute();
+  }
+  const bool is_of_this_pass = pass_ && pass_->task == task && remembered_.defined();
+  if (is_of_this_pass && remembered_stream_ == current_stream(remembered_)) {
+    return remembered_;
+  }
+  return remember(task, compute());
+}
+
+at::Tensor Value::remember(int task, at::Tensor tensor) {
+  Pass*& running = passes()[task];
+  if (!running) {
+    const auto pass = std::make_shared<Pass>(task);
+    running = pass.get();
+    torch::autograd::Engine::get_default_engine().queue_callback([pass] {});
+  }
+  if (pass_ && pass_ != running) {
+    pass_->values.erase(this);
+  }
+  pass_ = running;
+  pass_->values.insert(this);
+  remembered_ = tensor;
+  remembered_stream_ = current_stream(tensor);
+  return tensor;
+}
+
+at::Tensor Value::compute() {
+  if (held.defined()) {
+    check_unwritten();
+    if (held.is_cuda() && current_stream(held) != stream) {
+      held.record_stream(c10::impl::VirtualGuardImpl(held.device().type()).getStream(held.device()));
+    }
+    return held;
+  }
+  if (held_outside) {
+    const py::object result = unpack_outside(held_outside);
+    TORCH_CHECK_TYPE(
+        THPVariable_Check(result.ptr()), "recompute: expected a tensor of an unpack hook, got ",
+        Py_TYPE(result.ptr())->tp_name);
+    return with_strides(THPVariable_Unpack(result.ptr()), strides);
+  }
+  c10::SmallVector<py::object, 8> given;
+  c10::SmallVector<PyObject*, 8> pointers;
+  for (const py::object& operand : operands) {
+    given.push_back(
+        is_value(operand) ? py::reinterpret_steal<py::object>(THPVariable_Wrap(value_of(operand).tensor())) : operand);
+  }
+  for (const py::handle argument : py::reinterpret_borrow<py::tuple>(arguments)) {
+    given.push_back(py::reinterpret_borrow<py::object>(argument));
+  }
+  for (const py::object& object : given) {
+    pointers.push_back(object.ptr());
+  }
+  const auto result =
+      py::reinterpret_steal<py::object>(PyObject_Vectorcall(formula.ptr(), pointers.data(), pointers.size(), nullptr));
+  if (!result) {
+    throw py::error_already_set();
+  }
+  TORCH_CHECK_TYPE(
+      THPVariable_Check(result.ptr()), "recompute: expected a tensor of a formula, got ", Py_TYPE(result.ptr())->tp_name);
+  const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
+  return has_strides ? with_strides(tensor, strides) : tensor;
+}
+
+py::object make_value() {
+  auto* object = reinterpret_cast<Object*>(type.tp_alloc(&type, 0));
+  if (!object) {
+    throw py::error_already_set();
+  }
+  object->weak_references = nullptr;
+  new (&object->value) Value();
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
+}
+
+Value& value_of(py::handle object) {
+  return reinterpret_cast<Object*>(object.ptr())->value;
+}
+
+bool is_value(py::handle object) {
+  return Py_TYPE(object.ptr()) == &type;
+}
+
+py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks) {
+  py::object object = make_value();
+  Value& value = value_of(object);
+  value.version = static_cast<int64_t>(tensor._version());
+  value.source = source;
+  value.stream = current_stream(tensor);
+  if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
+    value.sizes = tensor.sizes();
+    value.strides = tensor.strides();
+    value.has_strides = true;
+  }
+  if (hooks.is_none()) {
+    // A leaf that requires a gradient is held itself, as autograd does, since sharded training exchanges its data; any other
+    // tensor without its history, which would make a cycle.
+    value.held = tensor.is_leaf() && tensor.requires_grad() ? tensor : tensor.detach();
+    return object;
+  }
+  const py::tuple pair = hooks;
+  value.unpack_outside = pair[1];
+  configuration_of(value);
+  value.held_outside = pair[0](py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
+  return object;
+}
+
+int64_t number_of(const Configuration& configuration) {
+  static auto& numbers = *new std::unordered_map<Configuration, int64_t, Hash>();
+  return numbers.emplace(configuration, static_cast<int64_t>(numbers.size())).first->second;
+}
+
+int64_t configuration_of(Value& value) {
+  if (value.configuration < 0) {
+    // Where a tensor begins decides whether kernels read it in vectors.
+    Configuration numbers = {-1};
+    if (value.held.defined()) {
+      numbers.push_back(static_cast<int64_t>(value.held.scalar_type()));
+      numbers.push_back(static_cast<int64_t>(value.held.device().type()) << 8 | (value.held.device().index() & 0xff));
+      numbers.push_back(value.held.storage_offset() % 16);
+    }
+    numbers.insert(numbers.end(), value.sizes.begin(), value.sizes.end());
+    numbers.insert(numbers.end(), value.strides.begin(), value.strides.end());
+    value.configuration = number_of(numbers);
+  }
+  return value.configuration;
+}
+
+void note(const py::object& object, const NodePointer& node, uint32_t number) {
+  Value& value = value_of(object);
+  value.output_ = {node.get(), number};
+  value.node_ = weak(node);
+  registry()[value.output_] = &value;
+}
+
+py::object noted(const NodePointer& node, uint32_t number) {
+  const auto found = registry().find({node.get(), number});
+  if (found == registry().end() || !is_alive(*found->second->node_)) {
+    return {};
+  }
+  auto* object = reinterpret_cast<PyObject*>(reinterpret_cast<char*>(found->second) - offsetof(Object, value));
+  return py::reinterpret_borrow<py::object>(object);
+}
+
+Peeking::Peeking() : outer(peeking) {
+  peeking = this;
+}
+
+Peeking::~Peeking() {
+  peeking = outer;
+}
+
+PyObject* unpack(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (peeking) {
+    static const at::Tensor& anything = *new at::Tensor(at::empty({0}));
+    peeking->found = py::reinterpret_borrow<py::object>(object);
+    return THPVariable_Wrap(anything);
+  }
+  TORCH_CHECK_TYPE(is_value(object), "recompute: expected a value, got ", Py_TYPE(object)->tp_name);
+  const auto owner = py::reinterpret_borrow<py::object>(object);
+  Value& value = value_of(object);
+  if (value.held.defined()) {
+    return THPVariable_Wrap(value.compute());
+  }
+  // As an op's own forward runs: below autograd and autocast.
+  const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  value.check_unwritten();
+  return THPVariable_Wrap(value.tensor());
+  END_HANDLE_TH_ERRORS
+}
+
+namespace {
+
+PyObject* operands_of(PyObject* self, void*) {
+  const auto& operands = value_of(self).operands;
+  py::tuple result(operands.size());
+  for (size_t i = 0; i < operands.size(); ++i) {
+    result[i] = operands[i];
+  }
+  return result.release().ptr();
+}
+
+PyObject* roots_of(PyObject* self, void*) {
+  const Value& value = value_of(self);
+  py::list result;
+  if (!value.is_recipe()) {
+    result.append(py::reinterpret_borrow<py::object>(self));
+  }
+  for (const py::object& root : value.roots) {
+    result.append(root);
+  }
+  return result.release().ptr();
+}
+
+PyObject* or_none(py::object object) {
+  return (object ? std::move(object) : py::object(py::none())).release().ptr();
+}
+
+PyGetSetDef properties[] = {
+    {"readers", [](PyObject* self, void*) { return PyLong_FromLong(value_of(self).readers); }, nullptr,
+     "how many need it: hooks' results and recipes", nullptr},
+    {"is_recipe", [](PyObject* self, void*) { return PyBool_FromLong(value_of(self).is_recipe()); }, nullptr, nullptr, nullptr},
+    {"remembers", [](PyObject* self, void*) { return PyBool_FromLong(value_of(self).remembers()); }, nullptr,
+     "whether it holds what it computed for other readers in this backward pass", nullptr},
+    {"source", [](PyObject* self, void*) { return or_none(value_of(self).source); }, nullptr, "the name of the node", nullptr},
+    {"held",
+     [](PyObject* self, void*) {
+       const Value& value = value_of(self);
+       return value.held.defined() ? THPVariable_Wrap(value.held) : or_none(value.held_outside);
+     },
+     nullptr, "what is kept: the tensor, or what the hooks around the scope made of it", nullptr},
+    {"operands", operands_of, nullptr, nullptr, nullptr},
+    {"arguments", [](PyObject* self, void*) { return or_none(value_of(self).arguments); }, nullptr, nullptr, nullptr},
+    {"roots", roots_of, nullptr, "the kept values that it follows from in the end", nullptr},
+    {"configuration", [](PyObject* self, void*) { return PyLong_FromLongLong(value_of(self).configuration); }, nullptr,
+     "the number of all that its formula depends on but elements", nullptr},
+    {"formula", [](PyObject* self, void*) { return or_none(value_of(self).formula); },
+     [](PyObject* self, PyObject* formula, void*) {
+       value_of(self).formula = py::reinterpret_borrow<py::object>(formula);
+       return 0;
+     },
+     nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyObject* tensor_of(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  return THPVariable_Wrap(value_of(self).tensor());
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* computed(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  return THPVariable_Wrap(value_of(self).compute());
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"tensor", tensor_of, METH_NOARGS, nullptr}, {"compute", computed, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+void add_value_type(py::module_& module) {
+  type.tp_name = "activations_cuda._C.Value";
+  type.tp_basicsize = sizeof(Object);
+  type.tp_flags = Py_TPFLAGS_DEFAULT;
+  type.tp_doc = "What stands for a saved tensor: itself, kept, or a recipe.";
+  type.tp_dealloc = deallocate;
+  type.tp_weaklistoffset = offsetof(Object, weak_references);
+  type.tp_getset = properties;
+  type.tp_methods = methods;
+  if (PyType_Ready(&type) != 0) {
+    throw py::error_already_set();
+  }
+  module.attr("Value") = py::handle(reinterpret_cast<PyObject*>(&type));
+}
+
+}  // namespace fastact::recipes

@@ -1,0 +1,132 @@
+// What stands for a saved tensor: the tensor itself, kept, or a recipe, which computes it from other values.
+//
+// A value is a Python object, since autograd's hooks give and take those. It is owned by whoever saved it, that is by the
+// result of the hook, and by the recipes that need it, so nothing lives longer than PyTorch would keep it, but for what a
+// recipe reads. It doesn't own a node of the graph: that would be a cycle. All of this runs under the GIL, which is its lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "../node.h"
+
+namespace fastact::recipes {
+
+namespace py = pybind11;
+
+constexpr int kMaxDepth = 32;  // of a recipe of recipes, which are computed by recursion
+
+// No way is known from kept values to this one.
+struct Underivable {};
+
+// An output of a node.
+using Output = std::pair<torch::autograd::Node*, uint32_t>;
+
+// All that formulas depend on but elements.
+using Configuration = std::vector<int64_t>;
+
+struct Pass;
+
+struct Value {
+  Value() = default;
+  Value(const Value&) = delete;
+  Value& operator=(const Value&) = delete;
+  ~Value();
+
+  bool is_recipe() const { return formula.ptr() != nullptr; }
+
+  // Whether it is this tensor's: of the same version and layout, and nothing that it follows from was written to since.
+  bool stands_for(const at::Tensor& tensor) const;
+  bool is_current() const;
+
+  // The tensor, computed once in a backward pass if it has several readers.
+  at::Tensor tensor();
+  at::Tensor compute();
+  // Raises autograd's error if what it is, or what it replaces, was written to.
+  void check_unwritten() const;
+  bool remembers() const { return remembered_.defined(); }
+
+  int64_t version = 0;
+  int readers = 0;    // hooks' results and recipes
+  py::object source;  // the name of the node, or none
+  at::DimVector sizes;
+  at::DimVector strides;
+  bool has_strides = false;  // a recipe's result may have any, unless it replaces a tensor
+  int64_t configuration = -1;
+
+  // What is kept: a tensor, or what the hooks around the scope made of it.
+  at::Tensor held;
+  py::object held_outside, unpack_outside;
+  int64_t stream = 0;
+
+  // What a recipe is: formula(*operands, *arguments). Operands are values, numbers or None.
+  py::object formula, arguments;
+  std::vector<py::object> operands;
+  std::vector<py::object> roots;                 // the kept values that it follows from in the end
+  std::optional<c10::VariableVersion> replaced;  // the version of the tensor that it replaces, which counts on
+  int depth = 0;
+  int max_writes = 0;  // of the tensor's version, those that its ops may have made themselves, in place
+
+ private:
+  friend struct Pass;
+  friend void note(const py::object& value, const NodePointer& node, uint32_t number);
+  friend py::object noted(const NodePointer& node, uint32_t number);
+
+  at::Tensor remember(int task, at::Tensor tensor);
+
+  at::Tensor remembered_;
+  int64_t remembered_stream_ = 0;
+  Pass* pass_ = nullptr;
+
+  Output output_ = {nullptr, 0};  // whose value it was noted to be
+  std::optional<WeakNode> node_;
+};
+
+// A new value, and what is behind one. `is_value` says whether an object is one at all.
+py::object make_value();
+Value& value_of(py::handle object);
+bool is_value(py::handle object);
+
+// A kept value. `hooks` is None or the pair of hooks around the scope.
+py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks);
+
+// The number that stands for a configuration.
+int64_t number_of(const Configuration& configuration);
+// The same for a value.
+int64_t configuration_of(Value& value);
+
+// From a node's output to its value, if it is alive. A registry of addresses, each with a weak reference to its node, since
+// addresses are used again.
+void note(const py::object& value, const NodePointer& node, uint32_t number);
+py::object noted(const NodePointer& node, uint32_t number);
+
+// Autograd's unpack hook: the tensor again.
+PyObject* unpack(PyObject*, PyObject* object);
+
+// What stands for a saved tensor that `read` unpacks, instead of the tensor: null if hooks don't see it.
+template <class Read>
+py::object peek(const Read& read);
+
+struct Peeking {
+  Peeking();
+  ~Peeking();
+  py::object found;
+  Peeking* outer;
+};
+
+template <class Read>
+py::object peek(const Read& read) {
+  Peeking peeking;
+  read();
+  return std::move(peeking.found);
+}
+
+void add_value_type(py::module_& module);
+
+}  // namespace fastact::recipes
