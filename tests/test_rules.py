@@ -255,7 +255,7 @@ def test_a_norm_as_it_is_initialized_proves_no_formula(weight, dtype, monkeypatc
         return (x * (invstd * w) + (b - mean * (invstd * w))).to(dtype)
 
     formulas = unfused, norms._batch_norm_whole
-    rule = norms.batch_norm(formulas, norms.native_batch_norm, "result1", "result2", "eps")
+    rule = norms.batch_norm(formulas, norms.native_batch_norm, "eps")
     monkeypatch.setitem(RULES, "NativeBatchNormBackward0", rule)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)).to(dtype)

@@ -3,7 +3,6 @@
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from activations_cuda import _C
@@ -51,7 +50,10 @@ def _storage_of(tensor):
 def _step(hook, node, number, tensor, depth, rule):
     """What a rule that is a function gives."""
     step = Step(hook, node, number, tensor, depth)
-    return *rule(step), step.is_assumed
+    try:
+        return *rule(step), step.is_assumed
+    except Underivable:
+        return None
 
 
 def _is_right(hook, recipe, untried, node, tensor):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from activations_cuda import _C
-from activations_cuda.recipes.step import Step, Underivable
+from activations_cuda.recipes.step import Op, Result, Step, Underivable
 from activations_cuda.recipes.verification import Candidates, Formula
 
 HALVES = torch.bfloat16, torch.float16
@@ -52,27 +52,28 @@ def _bias(step, i, weight):
     return None if norm.bias is None else _C.recipes.keep(norm.bias, None)
 
 
-def _without_eps_and_with(candidates):
-    """The last formula is the op itself, which needs eps."""
-    return Candidates(candidates.formulas[:-1], candidates.op, candidates.first), candidates
-
-
 def _eps(step, weight):
-    return getattr(step.norm(weight), "eps", None)
+    eps = getattr(step.norm(weight), "eps", None)
+    if eps is None:
+        raise Underivable
+    return eps
 
 
-def batch_norm(formulas: tuple[Formula, ...], op: Any, mean: str, invstd: str, eps: str) -> Any:
-    """The rule of a batch norm whose node has its statistics and eps by these names."""
+STATISTICS = "result1", "result2"
+
+
+def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str) -> Op:
+    """The rule of a batch norm whose node saves eps by this name."""
     candidates = Candidates(formulas, op, _first_of_channels)
 
-    def rule(step: Step) -> tuple[Any, ...]:
+    def otherwise(step: Step) -> Result:
         x, w = step.operand(0, "input"), step.operand(1, "weight")
         b = _bias(step, 2, w)
         if not step.node._saved_training:  # type: ignore[attr-defined]
             return _batch_norm_eval, (x, w, b, step.saved("running_mean"), step.saved("running_var")), step.arguments(eps)
-        return candidates, (x, w, b, step.saved(mean), step.saved(invstd)), step.arguments(eps)
+        return candidates, (x, w, b, *map(step.saved, STATISTICS)), step.arguments(eps)
 
-    return rule
+    return Op(candidates, ("input", "weight", None), (eps,), saved=STATISTICS, when="training", otherwise=otherwise)
 
 
 def _batch_norm_eval(x, w, b, mean, var, eps):
@@ -126,31 +127,21 @@ CUDNN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_cudnn
 MIOPEN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_miopen
 
 
-def layer_norm(step: Step) -> tuple[Any, ...]:
-    x, w, b = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
-    eps = _eps(step, w) if step.meta.dtype in HALVES else None  # not saved, and needed only if statistics were rounded
-    return (
-        _LAYER_NORM[eps is not None],
-        (x, w, b, step.saved("result1"), step.saved("result2")),
-        (*step.arguments("normalized_shape"), eps),
-    )
+def _layer_norm_op(x, w, b, shape, eps=EPS):
+    return torch.native_layer_norm(x, shape, w, b, eps)
 
 
-def _layer_norm_op(x, w, b, shape, eps):
-    return torch.native_layer_norm(x, shape, w, b, EPS if eps is None else eps)
-
-
-def _first_of_rows(x, mean, rstd, shape, eps):
+def _first_of_rows(x, mean, rstd, shape, *_):
     return (x.reshape(-1, *shape)[0] - mean.reshape(-1)[0]) * rstd.reshape(-1)[0]
 
 
-def _layer_norm_affine(x, w, b, mean, rstd, shape, eps):
+def _layer_norm_affine(x, w, b, mean, rstd, shape):
     X, w, b, mean, rstd = _wide(x, w, b, mean, rstd)
     y = (X - mean) * rstd
     return (_fma(y, w, b) if w is not None else y if b is None else y + b).to(x.dtype)
 
 
-def _layer_norm_cuda(x, w, b, mean, rstd, shape, eps):
+def _layer_norm_cuda(x, w, b, mean, rstd, shape):
     """Vectorised on CUDA."""
     X, w, b, mean, rstd = _wide(x, w, b, mean, rstd)
     y = rstd * (X - mean)
@@ -161,20 +152,24 @@ def _layer_norm_whole(x, w, b, mean, rstd, shape, eps):
     return torch.native_layer_norm(x, shape, w, b, eps)[0]
 
 
-_LAYER_NORM = _without_eps_and_with(
-    Candidates((_layer_norm_affine, _layer_norm_cuda, _layer_norm_whole), _layer_norm_op, _first_of_rows)
+def _layer_norm_with_eps(step: Step) -> Result:
+    """For statistics that were rounded to a half type, which must be taken again. The node doesn't save eps."""
+    x, w, b = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
+    eps = _eps(step, w)
+    return _layer_norm_whole, (x, w, b), (None, None, *step.arguments("normalized_shape"), eps)
+
+
+LAYER_NORM = Op(
+    Candidates((_layer_norm_affine, _layer_norm_cuda), _layer_norm_op, _first_of_rows),
+    ("input", "weight", "bias"),
+    ("normalized_shape",),
+    saved=STATISTICS,
+    otherwise=_layer_norm_with_eps,
 )
 
 
-def group_norm(step: Step) -> tuple[Any, ...]:
-    x, w = step.operand(0, "input"), step.operand(1, "weight")
-    operands = x, w, _bias(step, 2, w), step.saved("result1"), step.saved("result2")
-    eps = getattr(step.node, "_saved_eps", None) or _eps(step, w)  # not saved from torch 2.15 on
-    return _GROUP_NORM[eps is not None], operands, (*step.arguments("N", "C", "HxW", "group"), eps)
-
-
-def _group_norm_op(x, w, b, n, c, hw, groups, eps):
-    return torch.native_group_norm(x, w, b, n, c, hw, groups, EPS if eps is None else eps)
+def _group_norm_op(x, w, b, n, c, hw, groups, eps=EPS):
+    return torch.native_group_norm(x, w, b, n, c, hw, groups, eps)
 
 
 def _along_groups(x, w, b, mean, rstd, n, c, groups):
@@ -183,13 +178,13 @@ def _along_groups(x, w, b, mean, rstd, n, c, groups):
     return _wide(x, *(None if each is None else each.view(shape) for each in (w, b)), mean, rstd)
 
 
-def _group_norm_affine(x, w, b, mean, rstd, n, c, hw, groups, eps):
+def _group_norm_affine(x, w, b, mean, rstd, n, c, hw, groups):
     X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
     scale = rstd if w is None else rstd * w
     return torch.addcmul(_fma(-mean, scale, b), X, scale).to(x.dtype)
 
 
-def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups, eps):
+def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups):
     X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
     y = (X - mean) * rstd
     return (y if w is None else _fma(y, w, b)).to(x.dtype)
@@ -199,12 +194,21 @@ def _group_norm_whole(x, w, b, mean, rstd, n, c, hw, groups, eps):
     return torch.native_group_norm(x, w, b, n, c, hw, groups, eps)[0]
 
 
-_GROUP_NORM = _without_eps_and_with(
-    Candidates((_group_norm_affine, _group_norm_centred, _group_norm_whole), _group_norm_op, _first_of_channels)
-)
+def _group_norm_otherwise(step: Step) -> Result:
+    x, w = step.operand(0, "input"), step.operand(1, "weight")
+    b, sizes = _bias(step, 2, w), step.arguments(*GROUPS)
+    eps = getattr(step.node, "_saved_eps", None) or _eps(step, w)  # not saved from torch 2.15 on
+    if eps is not None:
+        return _group_norm_whole, (x, w, b), (None, None, *sizes, eps)
+    return _GROUP_NORM, (x, w, b, *map(step.saved, STATISTICS)), sizes
 
 
-def rms_norm(step: Step) -> tuple[Any, ...]:
+GROUPS = "N", "C", "HxW", "group"
+_GROUP_NORM = Candidates((_group_norm_affine, _group_norm_centred), _group_norm_op, _first_of_channels)
+GROUP_NORM = Op(_GROUP_NORM, ("input", "weight", None), GROUPS, saved=STATISTICS, otherwise=_group_norm_otherwise)
+
+
+def rms_norm(step: Step) -> Result:
     operands = step.operand(0, "input"), step.operand(1, "weight"), None, step.saved("result1")
     return _RMS_NORM, operands, step.arguments("normalized_shape")
 

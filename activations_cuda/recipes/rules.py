@@ -17,25 +17,14 @@ from torch import Tensor
 
 from activations_cuda import _C
 from activations_cuda.recipes import norms
-from activations_cuda.recipes.step import LEAF, Step, Underivable
+from activations_cuda.recipes.step import LEAF, Op, Result, Step, Underivable
 
 aten = torch.ops.aten
-Result = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
-
-
-class Op:
-    """The rule of most ops, as data: the formula, and the names of the node's attributes that are operands and arguments."""
-
-    __slots__ = ("arguments", "formula", "operands")
-
-    def __init__(self, formula: Callable[..., Tensor], operands: tuple[str | None, ...], arguments: tuple[str, ...]) -> None:
-        self.formula, self.operands, self.arguments = formula, operands, arguments
 
 
 def op(formula: Callable[..., Tensor], *arguments: str, operands: tuple[str | None, ...] = ("self",)) -> Op:
     """The rule of an op by the names under which its node saves things: operands (None: it doesn't), then arguments."""
-    saved = tuple(None if name is None else "_saved_" + name for name in operands)
-    return Op(formula, saved, tuple("_saved_" + name for name in arguments))
+    return Op(formula, operands, arguments)
 
 
 def unsaved(formula: Callable[..., Tensor], *arguments: str, operands: int = 1) -> Op:
@@ -226,11 +215,11 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "GluBackward0": op(F.glu, "dim"),
     "MaskedScaleBackward": piecewise_linear,
     # normalisations
-    "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "result1", "result2", "eps"),
-    "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, norms.cudnn_batch_norm, "result1", "result2", "epsilon"),
-    "MiopenBatchNormBackward0": norms.batch_norm(norms.MIOPEN, norms.miopen_batch_norm, "result1", "result2", "epsilon"),
-    "NativeLayerNormBackward0": norms.layer_norm,
-    "NativeGroupNormBackward0": norms.group_norm,
+    "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "eps"),
+    "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, norms.cudnn_batch_norm, "epsilon"),
+    "MiopenBatchNormBackward0": norms.batch_norm(norms.MIOPEN, norms.miopen_batch_norm, "epsilon"),
+    "NativeLayerNormBackward0": norms.LAYER_NORM,
+    "NativeGroupNormBackward0": norms.GROUP_NORM,
     "FusedRmsNormBackward0": norms.rms_norm,
     # arithmetic
     "AddBackward0": unsaved(add, "alpha", operands=2),

@@ -27,6 +27,44 @@ def computing() -> Iterator[None]:
         yield
 
 
+Result = tuple[Any, tuple[Any, ...], tuple[Any, ...]]  # what a rule gives: formula, operands, arguments
+
+
+class Op:
+    """A rule that is data: a formula, and what of the node are its operands and arguments.
+
+    Args:
+        formula: what computes the output.
+        operands: of the op, by the names under which the node saves them; None: it doesn't, and the graph must tell.
+        arguments: names of what else it is given.
+        saved: names of other tensors that the node saved, which are operands of the formula too.
+        when: the name of what must be true.
+        otherwise: a rule for when it isn't, when an operand isn't known, or when no formula fits.
+    """
+
+    __slots__ = ("arguments", "formula", "operands", "otherwise", "saved", "when")
+
+    def __init__(
+        self,
+        formula: Any,
+        operands: tuple[str | None, ...],
+        arguments: tuple[str, ...] = (),
+        saved: tuple[str, ...] = (),
+        when: str | None = None,
+        otherwise: Callable[["Step"], Result] | None = None,
+    ) -> None:
+        self.formula, self.operands, self.arguments = (
+            formula,
+            tuple(map(_attribute, operands)),
+            tuple(map(_attribute, arguments)),
+        )
+        self.saved, self.when, self.otherwise = tuple(map(_attribute, saved)), _attribute(when), otherwise
+
+
+def _attribute(name):
+    return None if name is None else "_saved_" + name
+
+
 class Step:
     """Output `number` of `node`, and the tensor itself if it is at hand.
 

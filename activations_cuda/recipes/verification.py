@@ -84,11 +84,16 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
             if isinstance(formula, Candidates):
                 operands = [value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands]
                 each.formula = formula.choose(*operands, *each.arguments)
-        fits = all(each.formula for each, _ in untried) and is_identical(recipe.compute(), tensor)
-    if fits:
-        for each, _ in untried:
-            _C.recipes.choose(each.configuration, each.formula)
-    else:
-        log.debug("recompute: %s: no formula fits, shape %s, %s: kept", recipe.source, list(tensor.shape), tensor.dtype)
-        _C.recipes.choose(recipe.configuration, None)
-    return fits
+                if each.formula is None:
+                    return _refuse(each, tensor)
+        if not is_identical(recipe.compute(), tensor):
+            return _refuse(recipe, tensor)
+    for each, _ in untried:
+        _C.recipes.choose(each.configuration, each.formula)
+    return True
+
+
+def _refuse(recipe, tensor):
+    log.debug("recompute: %s: no formula fits, shape %s, %s: kept", recipe.source, list(tensor.shape), tensor.dtype)
+    _C.recipes.choose(recipe.configuration, None)
+    return False

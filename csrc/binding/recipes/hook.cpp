@@ -115,6 +115,8 @@ struct Step {
 
 py::object derive(Step step);
 
+// Null stands for what can't be derived from kept values, here and below: exceptions cost a microsecond and more.
+
 // The value of an operand: somebody keeps it, it is a parameter, or it follows from such.
 py::object find(py::handle hook, const NodePointer& node, uint32_t number, int depth) {
   py::object value = noted(node, number);
@@ -132,11 +134,11 @@ py::object find(py::handle hook, const NodePointer& node, uint32_t number, int d
       return value;
     }
     value = derive({hook, node, number, nullptr, depth});
-    if (Derivation::current) {
+    if (value && Derivation::current) {
       Derivation::current->between[{node.get(), number}] = {value, node};
     }
   } else if (!value_of(value).is_current()) {
-    throw Underivable();
+    return {};
   }
   return value;
 }
@@ -146,10 +148,7 @@ py::object saved(py::handle node, PyObject* name) {
   py::object result;
   py::object value = peek([&] { result = attribute(node, name); });
   if (value) {
-    if (!value_of(value).is_current() || !value_of(value).has_strides) {
-      throw Underivable();
-    }
-    return value;
+    return value_of(value).is_current() ? value : py::object();
   }
   if (THPVariable_Check(result.ptr())) {
     // A number in an expression, as 2 in x * 2, is a tensor that hooks don't see.
@@ -157,10 +156,7 @@ py::object saved(py::handle node, PyObject* name) {
     const auto dtype = tensor.scalar_type();
     const bool is_number =
         tensor.dim() == 0 && tensor.is_cpu() && (dtype == at::kDouble || dtype == at::kLong || dtype == at::kBool);
-    if (!is_number) {
-      throw Underivable();  // saved by other hooks, or before the scope
-    }
-    return result.attr("item")();
+    return is_number ? py::object(result.attr("item")()) : py::object();  // else saved by other hooks, or before the scope
   }
   return result;
 }
@@ -170,10 +166,7 @@ py::object operand(Step& step, size_t i, py::handle name) {
   if (edge.function) {
     return find(step.hook, edge.function, edge.input_nr, step.depth + 1);
   }
-  if (name.is_none()) {
-    throw Underivable();
-  }
-  return saved(step.python(), name.ptr());
+  return name.is_none() ? py::object() : saved(step.python(), name.ptr());
 }
 
 // Nodes hand out negative dimensions as unsigned numbers.
@@ -215,75 +208,42 @@ bool is_instance(py::handle object, py::handle type) {
   return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 
-// The recipe of a node's output by its rule.
-py::object derive(Step step) {
-  const py::object name = name_of(*step.node);
-  PyObject* const rule = PyDict_GetItem(callbacks->rules.ptr(), name.ptr());
-  if (!rule || step.depth > kMaxDepth || (step.number && !callbacks->of_all_outputs.contains(name))) {
-    throw Underivable();
-  }
-  py::object object = make_value();
+// Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
+bool complete(Step& step, const py::object& name, const py::object& object, bool is_assumed) {
   Value& recipe = value_of(object);
-  bool is_assumed = false;
-  if (is_instance(rule, callbacks->rule_of_op)) {
-    recipe.formula = attribute(rule, NAME("formula"));
-    const py::tuple operands = attribute(rule, NAME("operands")), arguments = attribute(rule, NAME("arguments"));
-    for (size_t i = 0; i < operands.size(); ++i) {
-      recipe.operands.push_back(operand(step, i, operands[i]));
-    }
-    py::tuple values(arguments.size());
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      values[i] = with_sign(attribute(step.python(), py::object(arguments[i]).ptr()));
-    }
-    recipe.arguments = std::move(values);
-  } else {
-    const py::tuple result = callbacks->step(
-        step.hook, step.python(), step.number, step.tensor ? wrapped(*step.tensor) : py::object(py::none()), step.depth,
-        py::reinterpret_borrow<py::object>(rule));
-    recipe.formula = result[0];
-    for (const py::handle each : result[1]) {
-      recipe.operands.push_back(py::reinterpret_borrow<py::object>(each));
-    }
-    recipe.arguments = result[2];
-    is_assumed = py::cast<bool>(result[3]);
-  }
-
   const auto& meta = step.node->input_metadata(step.number);
-  const at::IntArrayRef sizes = C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector());
   recipe.source = name;
-  recipe.sizes = sizes;
+  recipe.sizes = C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector());
   Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
+  const auto add_root = [&](const py::object& root) {
+    if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
+      recipe.roots.push_back(root);
+    }
+  };
   for (const py::object& each : recipe.operands) {
     if (!is_value(each)) {
-      numbers.push_back(
-          -2 - number_of_object(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(each.ptr())))));
+      numbers.push_back(-2 - number_of_object(py::handle(reinterpret_cast<PyObject*>(Py_TYPE(each.ptr())))));
       continue;
     }
     Value& value = value_of(each);
     numbers.push_back(configuration_of(value));
     recipe.depth = std::max(recipe.depth, value.depth + 1);
-    // What somebody saved and nobody has written to since wasn't written to by this op.
-    if (value.is_recipe() && !value.replaced) {
-      recipe.max_writes = std::max(recipe.max_writes, value.max_writes + 1);
+    if (!value.is_recipe()) {
+      add_root(each);
+      continue;
     }
-    if (value.is_recipe()) {
-      for (const py::object& root : value.roots) {
-        if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
-          recipe.roots.push_back(root);
-        }
-      }
-    } else if (std::none_of(
-                   recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(each); })) {
-      recipe.roots.push_back(each);
+    std::for_each(value.roots.begin(), value.roots.end(), add_root);
+    if (!value.replaced) {  // what somebody saved wasn't written to by this op
+      recipe.max_writes = std::max(recipe.max_writes, value.max_writes + 1);
     }
   }
   if (recipe.depth == 0 || recipe.depth > kMaxDepth || recipe.roots.size() > 4 * kMaxDepth) {
-    throw Underivable();
+    return false;
   }
   for (const py::handle argument : py::reinterpret_borrow<py::tuple>(recipe.arguments)) {
     numbers.push_back(number_of_object(argument));
   }
-  numbers.insert(numbers.end(), sizes.begin(), sizes.end());
+  numbers.insert(numbers.end(), recipe.sizes.begin(), recipe.sizes.end());
   if (step.tensor) {
     recipe.strides = step.tensor->strides();
     recipe.has_strides = true;
@@ -297,7 +257,7 @@ py::object derive(Step step) {
   const auto known = chosen().find(recipe.configuration);
   const bool is_known = known != chosen().end();
   if (is_known && known->second.is_none()) {
-    throw Underivable();
+    return false;
   }
   if ((!is_known || is_assumed) && Derivation::current) {
     Derivation::current->untried.append(py::make_tuple(object, recipe.formula));
@@ -310,7 +270,73 @@ py::object derive(Step step) {
       ++value_of(each).readers;
     }
   }
-  return object;
+  return true;
+}
+
+// The recipe of an output by a rule that is data.
+py::object by_data(Step& step, const py::object& name, py::handle rule) {
+  const py::object when = attribute(rule, NAME("when"));
+  if (!when.is_none() && attribute(step.python(), when.ptr()).ptr() != Py_True) {
+    return {};
+  }
+  py::object object = make_value();
+  Value& recipe = value_of(object);
+  recipe.formula = attribute(rule, NAME("formula"));
+  const py::tuple operands = attribute(rule, NAME("operands")), others = attribute(rule, NAME("saved")),
+                  arguments = attribute(rule, NAME("arguments"));
+  for (size_t i = 0; i < operands.size(); ++i) {
+    recipe.operands.push_back(operand(step, i, operands[i]));
+    if (!recipe.operands.back()) {
+      return {};
+    }
+  }
+  for (const py::handle each : others) {
+    recipe.operands.push_back(saved(step.python(), each.ptr()));
+    if (!recipe.operands.back()) {
+      return {};
+    }
+  }
+  py::tuple values(arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    values[i] = with_sign(attribute(step.python(), py::object(arguments[i]).ptr()));
+  }
+  recipe.arguments = std::move(values);
+  return complete(step, name, object, /*is_assumed=*/false) ? object : py::object();
+}
+
+// The same by a rule that is a function.
+py::object by_function(Step& step, const py::object& name, const py::object& rule) {
+  const py::object tensor = step.tensor ? wrapped(*step.tensor) : py::object(py::none());
+  const py::object given = callbacks->step(step.hook, step.python(), step.number, tensor, step.depth, rule);
+  if (given.is_none()) {
+    return {};
+  }
+  const py::tuple result = given;
+  py::object object = make_value();
+  Value& recipe = value_of(object);
+  recipe.formula = result[0];
+  for (const py::handle each : result[1]) {
+    recipe.operands.push_back(py::reinterpret_borrow<py::object>(each));
+  }
+  recipe.arguments = result[2];
+  return complete(step, name, object, /*is_assumed=*/py::cast<bool>(result[3])) ? object : py::object();
+}
+
+py::object derive(Step step) {
+  const py::object name = name_of(*step.node);
+  const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(callbacks->rules.ptr(), name.ptr()));
+  if (!rule || step.depth > kMaxDepth || (step.number && !callbacks->of_all_outputs.contains(name))) {
+    return {};
+  }
+  if (!is_instance(rule, callbacks->rule_of_op)) {
+    return by_function(step, name, rule);
+  }
+  py::object result = by_data(step, name, rule);
+  if (!result) {
+    const py::object otherwise = attribute(rule, NAME("otherwise"));
+    return otherwise.is_none() ? result : by_function(step, name, otherwise);
+  }
+  return result;
 }
 
 // A recipe that replaces a tensor, or null.
@@ -319,34 +345,27 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
     return {};  // others have the rest of its memory, which would stay
   }
   Derivation derivation;
-  try {
-    py::object object = derive({hook, node, number, &tensor, 0});
-    Value& recipe = value_of(object);
-    recipe.version = static_cast<int64_t>(tensor._version());
-    const bool is_assumed = py::cast<bool>(attribute(hook, NAME("assumes")));
-    if (!is_assumed) {
-      if (recipe.version > recipe.max_writes) {
-        return {};  // somebody has written to it since its op
-      }
-      recipe.replaced = torch::autograd::impl::version_counter(tensor);
-      const bool is_checked = py::cast<bool>(attribute(hook, NAME("check")));
-      if ((!derivation.untried.empty() || is_checked) &&
-          !py::cast<bool>(callbacks->is_right(hook, object, derivation.untried, wrapped(node), wrapped(tensor)))) {
-        return {};
-      }
-    }
-    for (const auto& [output, value] : derivation.between) {
-      note(value.first, value.second, output.second);
-    }
-    return object;
-  } catch (const Underivable&) {
+  py::object object = derive({hook, node, number, &tensor, 0});
+  if (!object) {
     return {};
-  } catch (const py::error_already_set& error) {
-    if (error.matches(callbacks->underivable)) {
+  }
+  Value& recipe = value_of(object);
+  recipe.version = static_cast<int64_t>(tensor._version());
+  if (attribute(hook, NAME("assumes")).ptr() != Py_True) {
+    if (recipe.version > recipe.max_writes) {
+      return {};  // somebody has written to it since its op
+    }
+    recipe.replaced = torch::autograd::impl::version_counter(tensor);
+    const bool is_checked = attribute(hook, NAME("check")).ptr() == Py_True;
+    if ((!derivation.untried.empty() || is_checked) &&
+        !py::cast<bool>(callbacks->is_right(hook, object, derivation.untried, wrapped(node), wrapped(tensor)))) {
       return {};
     }
-    throw;
   }
+  for (const auto& [output, value] : derivation.between) {
+    note(value.first, value.second, output.second);
+  }
+  return object;
 }
 
 py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
@@ -471,15 +490,13 @@ NodePointer node_behind(py::handle node) {
   return reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
 }
 
-// Runs what a rule asks for; a rule written in Python gets Python's exception.
-template <class Run>
-py::object or_underivable(const Run& run) {
-  try {
-    return run();
-  } catch (const Underivable&) {
+// What a rule asks for; if there is none it gets an exception.
+py::object or_underivable(py::object value) {
+  if (!value) {
     PyErr_SetNone(callbacks->underivable.ptr());
     throw py::error_already_set();
   }
+  return value;
 }
 
 }  // namespace
@@ -500,13 +517,10 @@ void add_hook(py::module_& module) {
   });
   module.attr("unpack") = py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_method, nullptr));
   module.def("operand", [](py::handle hook, py::handle node, size_t i, int depth) {
-    return or_underivable([&] {
-      const NodePointer pointer = node_behind(node);
-      const torch::autograd::Edge& edge = pointer->next_edge(i);
-      return edge.function ? find(hook, edge.function, edge.input_nr, depth + 1) : py::object(py::none());
-    });
+    const torch::autograd::Edge& edge = node_behind(node)->next_edge(i);
+    return edge.function ? or_underivable(find(hook, edge.function, edge.input_nr, depth + 1)) : py::object(py::none());
   });
-  module.def("saved", [](py::handle node, py::handle name) { return or_underivable([&] { return saved(node, name.ptr()); }); });
+  module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });
   module.def("keep", [](py::handle tensor, const py::object& hooks) {
     return keep(THPVariable_Unpack(tensor.ptr()), py::none(), hooks);
   });

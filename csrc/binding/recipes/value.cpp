@@ -115,8 +115,11 @@ Value::~Value() {
 }
 
 bool Value::stands_for(const at::Tensor& tensor) const {
-  return version == static_cast<int64_t>(tensor._version()) && has_strides && tensor.sizes() == at::IntArrayRef(sizes) &&
-         tensor.strides() == at::IntArrayRef(strides) && is_current();
+  return version == static_cast<int64_t>(tensor._version()) &&
+         (held.defined()
+              ? tensor.sizes() == held.sizes() && tensor.strides() == held.strides()
+              : has_strides && tensor.sizes() == at::IntArrayRef(sizes) && tensor.strides() == at::IntArrayRef(strides)) &&
+         is_current();
 }
 
 bool Value::is_current() const {
@@ -136,7 +139,9 @@ void Value::check_unwritten() const {
   if (held.defined() || replaced) {
     const int64_t found = held.defined() ? held._version() : replaced->current_version();
     if (found != version) {
-      raise_written(held.defined() ? held.toString() : "a recipe of", sizes, source, found, version);
+      raise_written(
+          held.defined() ? held.toString() : "a recipe of", held.defined() ? held.sizes() : at::IntArrayRef(sizes), source,
+          found, version);
     }
   }
 }
@@ -235,16 +240,16 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   value.version = static_cast<int64_t>(tensor._version());
   value.source = source;
   value.stream = current_stream(tensor);
-  if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
-    value.sizes = tensor.sizes();
-    value.strides = tensor.strides();
-    value.has_strides = true;
-  }
   if (hooks.is_none()) {
     // A leaf that requires a gradient is held itself, as autograd does, since sharded training exchanges its data; any other
     // tensor without its history, which would make a cycle.
     value.held = tensor.is_leaf() && tensor.requires_grad() ? tensor : tensor.detach();
     return object;
+  }
+  if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
+    value.sizes = tensor.sizes();
+    value.strides = tensor.strides();
+    value.has_strides = true;
   }
   const py::tuple pair = hooks;
   value.unpack_outside = pair[1];
@@ -267,8 +272,10 @@ int64_t configuration_of(Value& value) {
       numbers.push_back(static_cast<int64_t>(value.held.device().type()) << 8 | (value.held.device().index() & 0xff));
       numbers.push_back(value.held.storage_offset() % 16);
     }
-    numbers.insert(numbers.end(), value.sizes.begin(), value.sizes.end());
-    numbers.insert(numbers.end(), value.strides.begin(), value.strides.end());
+    const at::IntArrayRef sizes = value.held.defined() ? value.held.sizes() : value.sizes;
+    const at::IntArrayRef strides = value.held.defined() ? value.held.strides() : value.strides;
+    numbers.insert(numbers.end(), sizes.begin(), sizes.end());
+    numbers.insert(numbers.end(), strides.begin(), strides.end());
     value.configuration = number_of(numbers);
   }
   return value.configuration;

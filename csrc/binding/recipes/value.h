@@ -22,9 +22,6 @@ namespace py = pybind11;
 
 constexpr int kMaxDepth = 32;  // of a recipe of recipes, which are computed by recursion
 
-// No way is known from kept values to this one.
-struct Underivable {};
-
 // An output of a node.
 using Output = std::pair<torch::autograd::Node*, uint32_t>;
 
@@ -55,9 +52,9 @@ struct Value {
   int64_t version = 0;
   int readers = 0;    // hooks' results and recipes
   py::object source;  // the name of the node, or none
-  at::DimVector sizes;
-  at::DimVector strides;
-  bool has_strides = false;  // a recipe's result may have any, unless it replaces a tensor
+  // Of the tensor, unless it is held. A recipe's result may have any strides if it replaces none.
+  at::DimVector sizes, strides;
+  bool has_strides = false;
   int64_t configuration = -1;
 
   // What is kept: a tensor, or what the hooks around the scope made of it.
