@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from activations_cuda import recompute
-from activations_cuda import _C
+from activations_cuda import _C, recompute
 from activations_cuda.recipes import hook, masks, scope
 from activations_cuda.recipes.rules import RULES, op
 from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net

@@ -48,10 +48,12 @@ inline NodePointer pointer_to(torch::autograd::Node* node) {
   return pointer_to(node, static_cast<NodePointer*>(nullptr));
 }
 
-inline c10::weak_intrusive_ptr<torch::autograd::Node> weak(const c10::intrusive_ptr<torch::autograd::Node>& node) {
-  return c10::weak_intrusive_ptr<torch::autograd::Node>(node);
+template <class AnyNode>
+c10::weak_intrusive_ptr<AnyNode> weak(const c10::intrusive_ptr<AnyNode>& node) {
+  return c10::weak_intrusive_ptr<AnyNode>(node);
 }
-inline std::weak_ptr<torch::autograd::Node> weak(const std::shared_ptr<torch::autograd::Node>& node) {
+template <class AnyNode>
+std::weak_ptr<AnyNode> weak(const std::shared_ptr<AnyNode>& node) {
   return node;
 }
 
