@@ -743,3 +743,140 @@ def test_programs(program, dtype):
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
     assert after <= before
+
+
+# On a GPU
+
+
+def big_net():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64), nn.ReLU(True)
+    return nn.Sequential(*layers, nn.Conv2d(64, 4, 1)).cuda(), torch.randn(16, 3, 32, 32, device="cuda")
+
+
+@pytest.mark.cuda
+def test_cuda_graph_of_a_whole_step():
+    torch.backends.cudnn.deterministic = True
+
+    def run(scope):
+        net, x = big_net()
+        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+
+        def step():
+            optimizer.zero_grad(set_to_none=False)
+            with scope():
+                loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(3):
+            graph.replay()
+        return [*net.parameters(), *net.buffers()]
+
+    same_with_scope(run)
+
+
+@pytest.mark.cuda
+def test_make_graphed_callables():
+    torch.backends.cudnn.deterministic = True
+
+    def run(scope):
+        net, x = big_net()
+        x.requires_grad_()
+
+        class Scoped(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = net
+
+            def forward(self, x):
+                with scope():
+                    return self.net(x)
+
+        graphed = torch.cuda.make_graphed_callables(Scoped().eval(), (x,))
+        for _ in range(2):
+            graphed(x).square().mean().backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    same_with_scope(run)
+
+
+@pytest.mark.cuda
+def test_side_streams():
+    torch.backends.cudnn.deterministic = True
+
+    def run(scope):
+        net, x = big_net()
+        side = torch.cuda.Stream()
+        for _ in range(5):
+            with scope():
+                y = net[:2](x)
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    z = net[2:5](y)
+                torch.cuda.current_stream().wait_stream(side)
+                loss = net[5:](z).square().mean()
+            loss.backward()
+            del y, z, loss
+            torch.randn(16, 64, 32, 32, device="cuda")  # over what was freed
+        torch.cuda.synchronize()
+        return [parameter.grad for parameter in net.parameters()]
+
+    same_with_scope(run)
+
+
+@pytest.mark.cuda
+def test_grad_scaler():
+    torch.backends.cudnn.deterministic = True
+
+    def run(scope):
+        net, x = big_net()
+        optimizer, scaler = torch.optim.SGD(net.parameters(), 1e-2), torch.amp.GradScaler("cuda")
+        for _ in range(4):
+            with torch.autocast("cuda", torch.float16), scope():
+                loss = net(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [*net.parameters(), *net.buffers()]
+
+    same_with_scope(run)
+
+
+@pytest.mark.cuda
+def test_memory_is_constant_on_a_gpu():
+    net, x = big_net()
+    used = []
+    for i in range(300):
+        with recompute():
+            loss = net(x).square().mean()
+        if i % 2:
+            loss.backward()
+        net.zero_grad()
+        del loss
+        used.append(torch.cuda.memory_allocated())
+    assert used[-1] == used[20]
+
+
+@pytest.mark.cuda(gpus=2)
+def test_two_gpus_in_a_process():
+    torch.backends.cudnn.deterministic = True
+
+    def run(scope):
+        net, x = big_net()
+        first, second = net[:3], net[3:].to("cuda:1")
+        with scope():
+            loss = second(first(x).to("cuda:1")).square().mean()
+        loss.backward()
+        return [parameter.grad for part in (first, second) for parameter in part.parameters()]
+
+    same_with_scope(run)
