@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import _C, recompute
 from activations_cuda.recipes import hook, masks, scope
-from activations_cuda.recipes.rules import RULES, op
+from activations_cuda.recipes.rules import IN_PLACE, RULES, op
 from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -580,6 +580,45 @@ def test_mask_is_packed_once():
         y = sum(torch.where(mask, x * i, x) for i in range(4))
     assert scope.bytes() == 64 * 8
     y.sum().backward()
+
+
+@pytest.mark.parametrize("numel", [64, 65, 71, 4096, 10007])
+def test_masks_are_found_again(numel, device):
+    torch.manual_seed(0)
+    mask = torch.rand(numel, device=device) > 0.5
+    value = masks.value_of(mask, None)
+    assert value.is_recipe and value.roots[0].held.numel() == -(-numel // 8)
+    assert torch.equal(value.tensor(), mask)
+    if numel % 2 == 0:
+        transposed = mask.view(2, -1).t().contiguous().t()
+        assert_same(masks.value_of(transposed, None).tensor(), transposed)
+
+
+def test_temporaries_are_written_to(monkeypatch):
+    """A chain of recipes needs no memory for what is between, and writes to nothing else."""
+    written = []
+
+    def relu_(x):
+        written.append(x)
+        return torch.relu_(x)
+
+    monkeypatch.setitem(IN_PLACE, torch.relu, relu_)
+
+    def run(scope):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(16, 16))
+        with scope():
+            x = Keep.apply(weight * 2)
+            loss = Keep.apply(F.relu(x)) + Keep.apply(F.relu(F.silu(x))) + Keep.apply(F.relu(x.view(16, 16)))
+            kept = x.clone()
+        grads = torch.autograd.grad(loss.sum(), weight)
+        assert torch.equal(x, kept)
+        return grads
+
+    same_with_scope(run)
+    written.clear()
+    run(recompute)
+    assert len(written) == 1
 
 
 # Verification

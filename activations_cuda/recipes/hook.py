@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from activations_cuda import _C
 from activations_cuda.recipes import masks
-from activations_cuda.recipes.rules import OF_ALL_OUTPUTS, RULES, Op
+from activations_cuda.recipes.rules import IN_PLACE, OF_ALL_OUTPUTS, RULES, Op
 from activations_cuda.recipes.step import Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
@@ -87,6 +87,7 @@ def _as_strided(base, shape, stride, offset):
 
 _C.recipes.set_up(
     rules=RULES,
+    in_place=IN_PLACE,
     rule_of_op=Op,
     of_all_outputs=OF_ALL_OUTPUTS,
     underivable=Underivable,

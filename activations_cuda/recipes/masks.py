@@ -32,17 +32,33 @@ def value_of(tensor: Tensor, hooks: Any) -> Any:
     return value if base is tensor else _C.recipes.view_of(value, tensor, base)
 
 
+# Eight bools are the bytes of an int64. Multiplied by this, the lowest bits of all come into the highest byte, side by side.
+_GATHER = 0x0102040810204080
+
+
 def _pack(mask):
-    """In the order of its memory."""
+    """In the order of its memory; the first of eight elements is the lowest bit."""
     flat = mask.as_strided((mask.numel(),), (1,)).view(torch.uint8)
-    bytes = F.pad(flat, (0, -len(flat) % 8)).view(-1, 8)
-    return bytes.bitwise_left_shift(_places(mask.device)).sum(1, dtype=torch.uint8)
+    padding = -len(flat) % 8
+    eights = (F.pad(flat, (0, padding)) if padding else flat).view(torch.int64)
+    return eights.mul(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def _unpack(packed, shape, stride):
-    bits = packed.unsqueeze(1).bitwise_right_shift(_places(packed.device)).bitwise_and(1)
-    return bits.view(torch.bool).view(-1).as_strided(shape, stride)
+    bools = _spread(packed.device).index_select(0, packed.to(torch.int32)).view(torch.bool)
+    return bools.as_strided(shape, stride)
 
 
-def _places(device):
-    return torch.arange(8, dtype=torch.uint8, device=device)
+_tables: dict[torch.device, Tensor] = {}
+
+
+def _spread(device):
+    """The eight bools of every byte."""
+    if device in _tables:
+        return _tables[device]
+    places = torch.arange(8, dtype=torch.uint8, device=device)
+    bytes = torch.arange(256, dtype=torch.uint8, device=device)
+    table = bytes.unsqueeze(1).bitwise_right_shift(places).bitwise_and_(1).view(torch.int64).view(-1)
+    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
+        _tables[device] = table
+    return table

@@ -52,11 +52,9 @@ def _bias(step, i, weight):
     return None if norm.bias is None else _C.recipes.keep(norm.bias, None)
 
 
-def _eps(step, weight):
-    eps = getattr(step.norm(weight), "eps", None)
-    if eps is None:
-        raise Underivable
-    return eps
+def _into(out, kept, function, *tensors):
+    """The result in the memory of a temporary, unless it is what is kept."""
+    return function(*tensors) if out is kept else function(*tensors, out=out)
 
 
 STATISTICS = "result1", "result2"
@@ -96,7 +94,7 @@ def _batch_norm_affine(x, w, b, mean, invstd, eps):
     """The CPU's."""
     X, w, b, mean, invstd = _wide(x, *_along_channels(x, w, b, mean, invstd))
     scale = invstd if w is None else invstd * w
-    return torch.addcmul(_fma(-mean, scale, b), X, scale).to(x.dtype)
+    return _into(X, x, torch.addcmul, _fma(-mean, scale, b), X, scale).to(x.dtype)
 
 
 def _batch_norm_elementwise(x, w, b, mean, invstd, eps):
@@ -107,7 +105,8 @@ def _batch_norm_elementwise(x, w, b, mean, invstd, eps):
 def _batch_norm_scaled(x, w, b, mean, invstd, eps):
     """cuDNN's, channels-last and for many shapes."""
     X, w, b, mean, invstd = _wide(x, *_along_channels(x, w, b, mean, invstd))
-    return torch.addcmul(b, X - mean, w * invstd).to(x.dtype)
+    centred = X - mean
+    return torch.addcmul(b, centred, w * invstd, out=centred).to(x.dtype)
 
 
 def _batch_norm_whole(x, w, b, mean, invstd, eps):
@@ -135,36 +134,29 @@ def _first_of_rows(x, mean, rstd, shape, *_):
     return (x.reshape(-1, *shape)[0] - mean.reshape(-1)[0]) * rstd.reshape(-1)[0]
 
 
-def _layer_norm_affine(x, w, b, mean, rstd, shape):
+def _layer_norm_whole(x, w, b, mean, rstd, shape, eps=None):
+    """One pass, and the only way if the statistics were rounded to a half type. The node doesn't save eps."""
+    if eps is None:
+        raise NotImplementedError("eps isn't known")
+    return _layer_norm_op(x, w, b, shape, eps)[0]
+
+
+def _layer_norm_affine(x, w, b, mean, rstd, shape, *_):
     X, w, b, mean, rstd = _wide(x, w, b, mean, rstd)
-    y = (X - mean) * rstd
-    return (_fma(y, w, b) if w is not None else y if b is None else y + b).to(x.dtype)
-
-
-def _layer_norm_cuda(x, w, b, mean, rstd, shape):
-    """Vectorised on CUDA."""
-    X, w, b, mean, rstd = _wide(x, w, b, mean, rstd)
-    y = rstd * (X - mean)
-    return (_fma(w, y, b) if w is not None else y if b is None else y + b).to(x.dtype)
-
-
-def _layer_norm_whole(x, w, b, mean, rstd, shape, eps):
-    return torch.native_layer_norm(x, shape, w, b, eps)[0]
-
-
-def _layer_norm_with_eps(step: Step) -> Result:
-    """For statistics that were rounded to a half type, which must be taken again. The node doesn't save eps."""
-    x, w, b = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
-    eps = _eps(step, w)
-    return _layer_norm_whole, (x, w, b), (None, None, *step.arguments("normalized_shape"), eps)
+    y = (X - mean).mul_(rstd)
+    if w is not None:
+        y = y.mul_(w) if b is None else torch.addcmul(b, y, w, out=y)
+    elif b is not None:
+        y = y.add_(b)
+    return y.to(x.dtype)
 
 
 LAYER_NORM = Op(
-    Candidates((_layer_norm_affine, _layer_norm_cuda), _layer_norm_op, _first_of_rows),
+    Candidates((_layer_norm_whole, _layer_norm_affine), _layer_norm_op, _first_of_rows),
     ("input", "weight", "bias"),
     ("normalized_shape",),
     saved=STATISTICS,
-    otherwise=_layer_norm_with_eps,
+    of_norm="eps",
 )
 
 
@@ -178,34 +170,45 @@ def _along_groups(x, w, b, mean, rstd, n, c, groups):
     return _wide(x, *(None if each is None else each.view(shape) for each in (w, b)), mean, rstd)
 
 
-def _group_norm_affine(x, w, b, mean, rstd, n, c, hw, groups):
+def _group_norm_whole(x, w, b, mean, rstd, n, c, hw, groups, eps=None):
+    if eps is None:
+        raise NotImplementedError("eps isn't known")
+    return _group_norm_op(x, w, b, n, c, hw, groups, eps)[0]
+
+
+def _group_norm_affine(x, w, b, mean, rstd, n, c, hw, groups, *_):
     X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
     scale = rstd if w is None else rstd * w
-    return torch.addcmul(_fma(-mean, scale, b), X, scale).to(x.dtype)
+    return _into(X, x, torch.addcmul, _fma(-mean, scale, b), X, scale).to(x.dtype)
 
 
-def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups):
+def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups, *_):
     X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
-    y = (X - mean) * rstd
-    return (y if w is None else _fma(y, w, b)).to(x.dtype)
+    y = (X - mean).mul_(rstd)
+    if w is not None:
+        y = y.mul_(w) if b is None else torch.addcmul(b, y, w, out=y)
+    return y.to(x.dtype)
 
 
-def _group_norm_whole(x, w, b, mean, rstd, n, c, hw, groups, eps):
-    return torch.native_group_norm(x, w, b, n, c, hw, groups, eps)[0]
+_GROUP_NORM = Candidates((_group_norm_whole, _group_norm_affine, _group_norm_centred), _group_norm_op, _first_of_channels)
+# Not saved from torch 2.15 on.
+_SAVES_EPS = hasattr(torch._C._functions.NativeGroupNormBackward0, "_saved_eps")  # type: ignore[attr-defined]
+GROUPS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])
 
 
-def _group_norm_otherwise(step: Step) -> Result:
+def _group_norm_with_frozen_bias(step: Step) -> Result:
     x, w = step.operand(0, "input"), step.operand(1, "weight")
-    b, sizes = _bias(step, 2, w), step.arguments(*GROUPS)
-    eps = getattr(step.node, "_saved_eps", None) or _eps(step, w)  # not saved from torch 2.15 on
-    if eps is not None:
-        return _group_norm_whole, (x, w, b), (None, None, *sizes, eps)
-    return _GROUP_NORM, (x, w, b, *map(step.saved, STATISTICS)), sizes
+    return _GROUP_NORM, (x, w, _bias(step, 2, w), *map(step.saved, STATISTICS)), step.arguments(*GROUPS)
 
 
-GROUPS = "N", "C", "HxW", "group"
-_GROUP_NORM = Candidates((_group_norm_affine, _group_norm_centred), _group_norm_op, _first_of_channels)
-GROUP_NORM = Op(_GROUP_NORM, ("input", "weight", None), GROUPS, saved=STATISTICS, otherwise=_group_norm_otherwise)
+GROUP_NORM = Op(
+    _GROUP_NORM,
+    ("input", "weight", None),
+    GROUPS,
+    saved=STATISTICS,
+    of_norm=None if _SAVES_EPS else "eps",
+    otherwise=_group_norm_with_frozen_bias,
+)
 
 
 def rms_norm(step: Step) -> Result:
@@ -218,8 +221,9 @@ def _rms_norm_op(x, w, b, shape):
 
 
 def _rms_norm(x, w, b, rstd, shape):
-    X, W, rstd = _wide(x, w, rstd)
-    return (X * rstd if W is None else X * rstd * W).to(x.dtype)
+    X, w, rstd = _wide(x, w, rstd)
+    y = X * rstd
+    return (y if w is None else y.mul_(w)).to(x.dtype)
 
 
 _RMS_NORM = Candidates((_rms_norm,), _rms_norm_op, _first_of_rows)

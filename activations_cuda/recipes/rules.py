@@ -168,6 +168,14 @@ def sub(self, other, alpha):
     return torch.sub(self, other, alpha=alpha)
 
 
+def add_(self, other, alpha):
+    return self.add_(other, alpha=alpha)
+
+
+def sub_(self, other, alpha):
+    return self.sub_(other, alpha=alpha)
+
+
 def addcmul(self, tensor1, tensor2, value):
     return torch.addcmul(self, tensor1, tensor2, value=value)
 
@@ -303,6 +311,26 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "SplitBackward0": one_of(torch.split, "split_size", "dim"),
     "SplitWithSizesBackward0": one_of(torch.split_with_sizes, "split_sizes", "dim"),
     "UnbindBackward0": one_of(torch.unbind, "dim"),
+}
+
+# For an operand that is a temporary: the same, written to it.
+IN_PLACE = {
+    torch.relu: torch.relu_,
+    F.hardtanh: F.hardtanh_,
+    F.leaky_relu: F.leaky_relu_,
+    torch.sigmoid: torch.sigmoid_,
+    torch.tanh: torch.tanh_,
+    torch.neg: torch.neg_,
+    torch.mul: torch.Tensor.mul_,
+    torch.div: torch.Tensor.div_,
+    add: add_,
+    sub: sub_,
+    _C.silu: _C.silu_,
+    _C.hardswish: _C.hardswish_,
+    _C.mish: _C.mish_,
+    _C.relu: _C.relu_,
+    _C.relu6: _C.relu6_,
+    _C.hardtanh: _C.hardtanh_,
 }
 
 # All outputs of these follow by their rule; of other ops the first alone, since the others are statistics or indices.

@@ -38,11 +38,12 @@ class Op:
         operands: of the op, by the names under which the node saves them; None: it doesn't, and the graph must tell.
         arguments: names of what else it is given.
         saved: names of other tensors that the node saved, which are operands of the formula too.
+        of_norm: the name of an attribute that is the last argument, of the module whose weight operand 1 is, if that is known.
         when: the name of what must be true.
         otherwise: a rule for when it isn't, when an operand isn't known, or when no formula fits.
     """
 
-    __slots__ = ("arguments", "formula", "operands", "otherwise", "saved", "when")
+    __slots__ = ("arguments", "formula", "of_norm", "operands", "otherwise", "saved", "when")
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Op:
         operands: tuple[str | None, ...],
         arguments: tuple[str, ...] = (),
         saved: tuple[str, ...] = (),
+        of_norm: str | None = None,
         when: str | None = None,
         otherwise: Callable[["Step"], Result] | None = None,
     ) -> None:
@@ -59,6 +61,7 @@ class Op:
             tuple(map(_attribute, arguments)),
         )
         self.saved, self.when, self.otherwise = tuple(map(_attribute, saved)), _attribute(when), otherwise
+        self.of_norm = of_norm
 
 
 def _attribute(name):

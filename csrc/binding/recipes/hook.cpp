@@ -301,6 +301,13 @@ py::object by_data(Step& step, const py::object& name, py::handle rule) {
     values[i] = with_sign(attribute(step.python(), py::object(arguments[i]).ptr()));
   }
   recipe.arguments = std::move(values);
+  const py::object of_norm = attribute(rule, NAME("of_norm"));
+  if (!of_norm.is_none() && !attribute(step.hook, NAME("model")).is_none() && is_value(recipe.operands[1])) {
+    const py::object norm = attribute(step.hook, NAME("norm"))(recipe.operands[1]);
+    if (!norm.is_none()) {
+      recipe.arguments = recipe.arguments + py::make_tuple(attribute(norm, of_norm.ptr()));
+    }
+  }
   return complete(step, name, object, /*is_assumed=*/false) ? object : py::object();
 }
 
@@ -505,13 +512,16 @@ void add_hook(py::module_& module) {
   add_value_type(module);
   module.def(
       "set_up",
-      [](py::dict rules, py::object rule_of_op, py::object of_all_outputs, py::object underivable, py::tuple plain_types,
-         py::object step, py::object mask, py::object is_right, py::object as_strided, py::object failed) {
+      [](py::dict rules, const py::dict& in_place, py::object rule_of_op, py::object of_all_outputs, py::object underivable,
+         py::tuple plain_types, py::object step, py::object mask, py::object is_right, py::object as_strided,
+         py::object failed) {
+        set_in_place(in_place);
         callbacks = new Callbacks{rules, rule_of_op, of_all_outputs, underivable, plain_types,
                                   step,  mask,       is_right,       as_strided,  failed};
       },
-      py::kw_only(), py::arg("rules"), py::arg("rule_of_op"), py::arg("of_all_outputs"), py::arg("underivable"),
-      py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"), py::arg("as_strided"), py::arg("failed"));
+      py::kw_only(), py::arg("rules"), py::arg("in_place"), py::arg("rule_of_op"), py::arg("of_all_outputs"),
+      py::arg("underivable"), py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"),
+      py::arg("as_strided"), py::arg("failed"));
   module.def("pack_hook", [](const py::object& hook) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
   });

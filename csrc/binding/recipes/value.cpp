@@ -80,6 +80,11 @@ at::Tensor with_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
   return tensor.strides() == strides ? tensor : at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor);
 }
 
+auto& in_place() {
+  static auto& formulas = *new py::dict();
+  return formulas;
+}
+
 PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 void deallocate(PyObject* self) {
@@ -146,13 +151,13 @@ void Value::check_unwritten() const {
   }
 }
 
-at::Tensor Value::tensor() {
+at::Tensor Value::tensor(bool* is_temporary) {
   if (held.defined()) {
     return compute();
   }
   const int task = readers < 2 ? -1 : torch::autograd::get_current_graph_task_id();
   if (task < 0) {
-    return compute();
+    return compute(is_temporary);
   }
   const bool is_of_this_pass = pass_ && pass_->task == task && remembered_.defined();
   if (is_of_this_pass && remembered_stream_ == current_stream(remembered_)) {
@@ -178,7 +183,7 @@ at::Tensor Value::remember(int task, at::Tensor tensor) {
   return tensor;
 }
 
-at::Tensor Value::compute() {
+at::Tensor Value::compute(bool* is_temporary) {
   if (held.defined()) {
     check_unwritten();
     if (held.is_cuda() && current_stream(held) != stream) {
@@ -193,11 +198,24 @@ at::Tensor Value::compute() {
         Py_TYPE(result.ptr())->tp_name);
     return with_strides(THPVariable_Unpack(result.ptr()), strides);
   }
+  PyObject* called = formula.ptr();
   c10::SmallVector<py::object, 8> given;
   c10::SmallVector<PyObject*, 8> pointers;
-  for (const py::object& operand : operands) {
-    given.push_back(
-        is_value(operand) ? py::reinterpret_steal<py::object>(THPVariable_Wrap(value_of(operand).tensor())) : operand);
+  bool may_write = false;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    if (!is_value(operands[i])) {
+      given.push_back(operands[i]);
+      continue;
+    }
+    bool is_its_own = false;
+    at::Tensor operand = value_of(operands[i]).tensor(&is_its_own);
+    may_write = i == 0 ? is_its_own && operand.sizes() == at::IntArrayRef(sizes)
+                       : may_write && operand.scalar_type() == THPVariable_Unpack(given[0].ptr()).scalar_type();
+    given.push_back(py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(operand))));
+  }
+  if (may_write) {
+    PyObject* const other = PyDict_GetItem(in_place().ptr(), called);
+    called = other ? other : called;
   }
   for (const py::handle argument : py::reinterpret_borrow<py::tuple>(arguments)) {
     given.push_back(py::reinterpret_borrow<py::object>(argument));
@@ -205,15 +223,19 @@ at::Tensor Value::compute() {
   for (const py::object& object : given) {
     pointers.push_back(object.ptr());
   }
-  const auto result =
-      py::reinterpret_steal<py::object>(PyObject_Vectorcall(formula.ptr(), pointers.data(), pointers.size(), nullptr));
+  const auto result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(called, pointers.data(), pointers.size(), nullptr));
   if (!result) {
     throw py::error_already_set();
   }
   TORCH_CHECK_TYPE(
       THPVariable_Check(result.ptr()), "recompute: expected a tensor of a formula, got ", Py_TYPE(result.ptr())->tp_name);
+  const bool is_new = Py_REFCNT(result.ptr()) == 1;
   const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
-  return has_strides ? with_strides(tensor, strides) : tensor;
+  const at::Tensor strided = has_strides ? with_strides(tensor, strides) : tensor;
+  if (is_temporary) {
+    *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
+  }
+  return strided;
 }
 
 py::object make_value() {
@@ -256,6 +278,10 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   configuration_of(value);
   value.held_outside = pair[0](py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
   return object;
+}
+
+void set_in_place(const py::dict& formulas) {
+  in_place() = formulas;
 }
 
 int64_t number_of(const Configuration& configuration) {

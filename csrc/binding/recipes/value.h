@@ -42,9 +42,10 @@ struct Value {
   bool stands_for(const at::Tensor& tensor) const;
   bool is_current() const;
 
-  // The tensor, computed once in a backward pass if it has several readers.
-  at::Tensor tensor();
-  at::Tensor compute();
+  // The tensor, computed once in a backward pass if it has several readers. `is_temporary` is set if nobody else has its
+  // memory.
+  at::Tensor tensor(bool* is_temporary = nullptr);
+  at::Tensor compute(bool* is_temporary = nullptr);
   // Raises autograd's error if what it is, or what it replaces, was written to.
   void check_unwritten() const;
   bool remembers() const { return remembered_.defined(); }
@@ -92,6 +93,9 @@ bool is_value(py::handle object);
 
 // A kept value. `hooks` is None or the pair of hooks around the scope.
 py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks);
+
+// Formulas that write to their first operand, by those that don't: for temporaries.
+void set_in_place(const py::dict& formulas);
 
 // The number that stands for a configuration.
 int64_t number_of(const Configuration& configuration);
