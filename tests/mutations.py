@@ -1,10 +1,11 @@
-"""Breaks the kernels on purpose, one mutant at a time, and tells which of them the tests catch.
+"""Breaks the kernels or recompute() on purpose, one mutant at a time, and reports which of them the tests catch.
 
     python tests/mutations.py cpu
+    python tests/mutations.py recompute
     python tests/mutations.py cuda    # one needs two GPUs to be caught
 
-Each is built from a copy of the tree and meets the kernels' tests until one fails; the first has nothing broken, and must pass
-them all. Exits with 1 unless that and nothing else does.
+Each is built from a copy of the tree and meets the kernels' tests, or recompute's, until one fails; the first has nothing
+broken, and must pass them all. Exits with 1 unless that and nothing else does.
 """
 
 import argparse
@@ -38,6 +39,9 @@ TESTS = [  # the quick ones first
 ]
 
 
+RECOMPUTE_TESTS = ["test_recompute.py", "test_rules.py"]
+
+
 @dataclass(frozen=True)
 class Mutant:
     what: str
@@ -65,6 +69,10 @@ TABLES = "csrc/binding/codes/tables.cpp"
 CODE_LAUNCH = "csrc/binding/codes/launch.cpp"
 CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
+
+VALUE = "csrc/binding/recipes/value.cpp"
+HOOK = "csrc/binding/recipes/hook.cpp"
+RECIPES = "activations_cuda/recipes/"
 
 UNBROKEN = Mutant("nothing is broken", MASK, "kMaskBits = 8", "kMaskBits = 8")
 
@@ -189,6 +197,26 @@ ON = {
 }
 
 
+RECOMPUTE = [
+    Mutant("a write is not seen", VALUE, "if (found != version) {", "if (false) {"),
+    Mutant("what another pass remembers", VALUE, "pass_ && pass_->task == task && remembered_", "remembered_"),
+    Mutant("remembered for good", VALUE, "value->remembered_ = at::Tensor();", ""),
+    Mutant("strides are not restored", VALUE, "tensor.strides() == strides ? tensor", "true ? tensor"),
+    Mutant("kept with its history", VALUE, "tensor.requires_grad() ? tensor : tensor.detach()", "true ? tensor : tensor"),
+    Mutant("nodes by their address alone", VALUE, " || !is_alive(*found->second->node_)", ""),
+    Mutant("writes to what others hold", VALUE, " && strided.storage().use_count() == 1", ""),
+    Mutant("computed under autocast", VALUE, "ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);", ""),
+    Mutant("a value of another version", VALUE, "version == static_cast<int64_t>(tensor._version()) &&", ""),
+    Mutant("an operand that was written to", HOOK, "} else if (!value_of(value).is_current()) {", "} else if (false) {"),
+    Mutant("a rule for every output", HOOK, "step.number && !callbacks->of_all_outputs.contains(name)", "false"),
+    Mutant("the formula is not in the key", HOOK, "number_of_object(recipe.formula), ", ""),
+    Mutant("a part of a storage", HOOK, "tensor.numel() * tensor.element_size() != tensor.storage().nbytes()", "false"),
+    Mutant("writes between op and saver", HOOK, "recipe.version > recipe.max_writes", "false"),
+    Mutant("no verification", RECIPES + "hook.py", "if untried and not verify(recipe, untried, tensor):", "if False:"),
+    Mutant("trials with a layer's own weights", RECIPES + "verification.py", ".normal_(generator=generator)", ".fill_(1)"),
+    Mutant("a mask that was written to", RECIPES + "masks.py", " and version == base._version", ""),
+    Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer)", "around.check, None)"),
+]
 OUTCOMES = {True: "caught", False: "all pass", None: "can't tell"}
 
 
@@ -201,14 +229,15 @@ def trial(mutant, device):
         code = file.read_text()
         file.write_text(code.replace(mutant.code, mutant.broken))
         try:
-            if device == "cpu":
+            if device != "cuda":
                 install(tree, site, FORCE_CPU="1")
             else:
                 install(tree, site, FORCE_CUDA="1", TORCH_CUDA_ARCH_LIST="{}.{}".format(*torch.cuda.get_device_capability()))
         except AssertionError:
             return None, "it doesn't build"
         options = ("-x", "-m", "cuda" if device == "cuda" else "not cuda", "-p", "no:cacheprovider")
-        result = run(sys.executable, "-m", "pytest", *options, *TESTS, cwd=tree / "tests", PYTHONPATH=str(site))
+        tests = RECOMPUTE_TESTS if device == "recompute" else TESTS
+        result = run(sys.executable, "-m", "pytest", *options, *tests, cwd=tree / "tests", PYTHONPATH=str(site))
     if result.returncode < 0:
         return True, f"signal {-result.returncode}"
     failed = re.search(r"^FAILED (\S+)", result.stdout, re.MULTILINE)
@@ -219,9 +248,9 @@ def trial(mutant, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("device", choices=ON)
-    device = parser.parse_args().device
-    mutants = [UNBROKEN, *SHARED, *ON[device]]
+    parser.add_argument("what", choices=[*ON, "recompute"])
+    device = parser.parse_args().what
+    mutants = [UNBROKEN, *(RECOMPUTE if device == "recompute" else [*SHARED, *ON[device]])]
     caught = {}
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
         trials = {pool.submit(trial, mutant, device): mutant for mutant in mutants}

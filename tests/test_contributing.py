@@ -8,11 +8,11 @@ import pytest
 import mutations
 from trees import FROM_SOURCE, ROOT, copy, install, run
 
+MUTANTS = [mutations.UNBROKEN, *mutations.SHARED, *mutations.ON["cpu"], *mutations.ON["cuda"], *mutations.RECOMPUTE]
+
 
 @FROM_SOURCE
-@pytest.mark.parametrize(
-    "mutant", [mutations.UNBROKEN, *mutations.SHARED, *mutations.ON["cpu"], *mutations.ON["cuda"]], ids=str
-)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_mutant_applies(mutant):
     """python tests/mutations.py builds each of them and takes an hour; that the code is still there is soon told."""
     assert mutant.code in (ROOT / mutant.file).read_text()

@@ -736,7 +736,8 @@ BINARY = [
     lambda a, b: torch.lerp(a, b.to(a.dtype), 0.3),
 ]
 NUMBER = st.integers(0, 99)
-INSTRUCTION = st.tuples(st.sampled_from(["unary", "unary", "unary", "binary", "matmul", "keep"]), NUMBER, NUMBER, NUMBER)
+KINDS = "unary", "unary", "unary", "binary", "matmul", "convolution", "keep"
+INSTRUCTION = st.tuples(st.sampled_from(KINDS), NUMBER, NUMBER, NUMBER)
 
 
 def interpret(program, model, dtype):
@@ -747,8 +748,12 @@ def interpret(program, model, dtype):
             result = UNARY[number % len(UNARY)](x)
         elif kind == "binary":
             result = BINARY[number % len(BINARY)](x, y)
+        elif kind == "matmul":
+            result = (x.float() @ model.b).tanh()
+        elif kind == "convolution":
+            result = F.conv2d(x.float()[None, None], model.b[:3, :3][None, None], padding=1)[0, 0]
         else:
-            result = (x.float() @ model.b).tanh() if kind == "matmul" else Keep.apply(x)
+            result = Keep.apply(x)
         tensors.append(result)
     # All is differentiated: of a branch that isn't, a recipe may keep what the branch saved.
     return sum((each.float() * torch.linspace(0, 1, 8)).sum() for each in tensors)

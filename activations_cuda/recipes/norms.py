@@ -192,7 +192,7 @@ def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups, *_):
 
 _GROUP_NORM = Candidates((_group_norm_whole, _group_norm_affine, _group_norm_centred), _group_norm_op, _first_of_channels)
 # Not saved from torch 2.15 on.
-_SAVES_EPS = hasattr(torch._C._functions.NativeGroupNormBackward0, "_saved_eps")  # type: ignore[attr-defined]
+_SAVES_EPS = hasattr(getattr(torch._C._functions, "NativeGroupNormBackward0", None), "_saved_eps")
 GROUPS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])
 
 
