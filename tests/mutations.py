@@ -199,7 +199,6 @@ ON = {
 
 RECOMPUTE = [
     Mutant("a write is not seen", VALUE, "if (found != version) {", "if (false) {"),
-    Mutant("what another pass remembers", VALUE, "pass_ && pass_->task == task && remembered_", "remembered_"),
     Mutant("remembered for good", VALUE, "value->remembered_ = at::Tensor();", ""),
     Mutant("strides are not restored", VALUE, "tensor.strides() == strides ? tensor", "true ? tensor"),
     Mutant("kept with its history", VALUE, "tensor.requires_grad() ? tensor : tensor.detach()", "true ? tensor : tensor"),

@@ -485,6 +485,17 @@ def test_values_die_with_their_graph(backward):
         gc.enable()
 
 
+def test_a_value_that_outlives_its_node_is_not_found():
+    """Another node may have the same address."""
+    pack = hook.Hook(None, check=False, outer=None).pack
+    weight = nn.Parameter(torch.randn(4, 4))
+    held = []
+    for i in range(200):
+        y = (weight * i).sinc()
+        held.append(pack(y))
+        assert torch.equal(held[-1].tensor(), y)
+
+
 # What is written to
 
 

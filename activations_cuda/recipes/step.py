@@ -5,13 +5,15 @@ A value (``_C.recipes.Value``) stands for a saved tensor: the tensor itself, kep
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from activations_cuda import _C
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
 LEAF = "torch::autograd::AccumulateGrad"
 
@@ -77,7 +79,7 @@ class Step:
 
     __slots__ = ("_hook", "_meta", "depth", "is_assumed", "node", "number", "tensor")
 
-    def __init__(self, hook: Any, node: Node, number: int, tensor: Tensor | None, depth: int) -> None:
+    def __init__(self, hook: Any, node: "Node", number: int, tensor: Tensor | None, depth: int) -> None:
         self._hook, self.node, self.number, self.tensor, self.depth = hook, node, number, tensor, depth
         self.is_assumed = False
         self._meta: Any = None

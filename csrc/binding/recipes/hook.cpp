@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../torch_version.h"
 #include "value.h"
 
 namespace fastact::recipes {
@@ -213,7 +214,9 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
   Value& recipe = value_of(object);
   const auto& meta = step.node->input_metadata(step.number);
   recipe.source = name;
+#if FASTACT_TORCH_VERSION >= 201  // recompute() wants a newer one still, but the binding compiles
   recipe.sizes = C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector());
+#endif
   Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
   const auto add_root = [&](const py::object& root) {
     if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
@@ -432,7 +435,7 @@ bool is_plain(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   if (std::none_of(types.begin(), types.end(), [&](py::handle each) { return each.ptr() == type; })) {
     return py::cast<bool>(attribute(hook, NAME("assumes"))) && tensor.layout() == at::kStrided;
   }
-  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+  if (c10::impl::dispatch_mode_enabled()) {
     return false;
   }
   c10::DispatchKeySet& plain = keys[static_cast<int>(tensor.device().type())];

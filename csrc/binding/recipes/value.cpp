@@ -159,8 +159,7 @@ at::Tensor Value::tensor(bool* is_temporary) {
   if (task < 0) {
     return compute(is_temporary);
   }
-  const bool is_of_this_pass = pass_ && pass_->task == task && remembered_.defined();
-  if (is_of_this_pass && remembered_stream_ == current_stream(remembered_)) {
+  if (remembered_.defined() && remembered_stream_ == current_stream(remembered_)) {
     return remembered_;
   }
   return remember(task, compute());
