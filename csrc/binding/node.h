@@ -3,9 +3,11 @@
 
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -64,19 +66,78 @@ inline bool is_alive(const WeakNode& node) {
 }
 
 #if FASTACT_COMPILED_AUTOGRAD
-// Makes function(grads, arguments) a node's backward in compiled autograd's graph. The arguments have these types.
-inline torch::autograd::variable_list call_in_graph(
-    const torch::autograd::Node& node, torch::dynamo::autograd::functional_apply_t function,
-    const torch::autograd::variable_list& grads, const torch::dynamo::autograd::PackedArgs& arguments,
-    const std::vector<at::TypePtr>& types, torch::dynamo::autograd::SwapSavedVariables& saved) {
+// Compiled autograd asks several things of each field of a node. So a node's fields are a struct that lists them once:
+//
+//     template <class Saved>  // SavedVariable in the node, at::Tensor once they are arguments
+//     struct Fields {
+//       template <class Self, class Visit>
+//       static void each(Self& self, const Visit& visit);  // calls visit(self.field) for each
+//     };
+
+// A field as an argument.
+template <class Field>
+const Field& as_argument(const Field& field, const NodePointer&) {
+  return field;
+}
+inline std::vector<c10::SymInt> as_argument(const c10::SymDimVector& strides, const NodePointer&) {
+  return {strides.begin(), strides.end()};
+}
+inline at::Tensor as_argument(const torch::autograd::SavedVariable& saved, const NodePointer& node) {
+  return saved.unpack(node);
+}
+
+// What a node depends on.
+template <class Fields>
+void collect(const Fields& fields, torch::dynamo::autograd::CompiledNodeArgs& args) {
+  Fields::each(fields, [&](const auto& field) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(field)>, torch::autograd::SavedVariable>) {
+      args.collect(field, /*is_output=*/true);  // or not, which makes no difference
+    } else {
+      args.collect(as_argument(field, nullptr));
+    }
+  });
+}
+
+// The fields again from the arguments.
+template <class Fields>
+Fields from_arguments(const std::vector<c10::IValue>& saved) {
+  Fields fields;
+  torch::dynamo::autograd::PackedArgs arguments(saved);
+  Fields::each(fields, [&](auto& field) {
+    auto argument = arguments.unpack<std::decay_t<decltype(as_argument(field, nullptr))>>();
+    if constexpr (std::is_same_v<decltype(argument), std::vector<c10::SymInt>>) {
+      field.assign(argument.begin(), argument.end());
+    } else {
+      field = std::move(argument);
+    }
+  });
+  return fields;
+}
+
+// Makes function(grads, arguments) a node's backward in compiled autograd's graph.
+template <class Fields>
+torch::autograd::variable_list call_in_graph(
+    torch::autograd::Node& node, Fields& fields, torch::dynamo::autograd::functional_apply_t function,
+    const torch::autograd::variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) {
   using namespace torch::dynamo::autograd;
+  PackedArgs arguments;
+  std::vector<at::TypePtr> types;
+  const NodePointer pointer = pointer_to(&node);
+  Fields::each(fields, [&](auto& field) {
+    saved.before(field);
+    std::decay_t<decltype(as_argument(field, pointer))> argument = as_argument(field, pointer);
+    types.push_back(IValuePacker<decltype(argument)>::packed_type());
+    arguments.pack(argument);
+  });
   const auto& compiler = getPyCompilerInterface();
   const auto bound = compiler->bind_function(
       saved.get_py_compiler(), node.name(), std::move(function), types,
       /*is_custom_function=*/true);  // or a second node would find the name taken
-  return compiler->call_function(
+  torch::autograd::variable_list result = compiler->call_function(
       saved.get_py_compiler(), "apply_functional", bound, grads, arguments.vec(),
       IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(get_input_metadata(node.next_edges())));
+  Fields::each(fields, [&](auto& field) { saved.after(field); });
+  return result;
 }
 #endif
 

@@ -35,15 +35,32 @@ at::Tensor call_code_backward(
   return grad.defined() ? op.call(grad, output, code, activation, input_strides) : grad;
 }
 
+template <class Saved>
+struct CodeFields {
+  Saved output, code;
+  std::string activation;
+  c10::SymDimVector input_strides;
+
+  template <class Self, class Visit>
+  static void each(Self& self, const Visit& visit) {
+    visit(self.output);
+    visit(self.code);
+    visit(self.activation);
+    visit(self.input_strides);
+  }
+};
+
 struct CodeBackward : Node {
   CodeBackward(const Smooth& activation, const at::Tensor& self, c10::SymIntArrayRef input_strides)
-      : Node(torch::autograd::collect_next_edges(self)), activation_(activation), input_strides_(input_strides) {}
+      : Node(torch::autograd::collect_next_edges(self)),
+        activation_(activation),
+        fields_{{}, {}, activation.name, c10::SymDimVector(input_strides)} {}
 
   // The code has the memory order of these strides, the output's.
   void save(SavedVariable output, c10::SymIntArrayRef output_strides, const at::Tensor& code) {
-    output_ = std::move(output);
+    fields_.output = std::move(output);
     output_strides_.assign(output_strides.begin(), output_strides.end());
-    code_ = SavedVariable(code, /*is_output=*/false);
+    fields_.code = SavedVariable(code, /*is_output=*/false);
   }
 
   variable_list apply(variable_list&& grads) override {
@@ -54,60 +71,34 @@ struct CodeBackward : Node {
     if (at::GradMode::is_enabled() && grads[0].defined()) {
       return {differentiable(grads[0], output, code)};
     }
-    return {call_code_backward(grads[0], output, code, activation_.name, input_strides_)};
+    return {call_code_backward(grads[0], output, code, activation_.name, fields_.input_strides)};
   }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    output_.reset_data();
-    code_.reset_data();
+    fields_.output.reset_data();
+    fields_.code.reset_data();
   }
 
   std::string name() const override { return kCodeNodeName; }
 
 #if FASTACT_COMPILED_AUTOGRAD
-  // For compiled autograd: what the node depends on, and its backward as a function of that.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(output_, /*is_output=*/true);
-    args.collect(code_, /*is_output=*/false);
-    args.collect(std::string(activation_.name));
-    args.collect(c10::SymIntArrayRef(input_strides_));
-  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override { collect(fields_, args); }
 
   variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
-    using namespace torch::dynamo::autograd;
-    saved.before(output_);
-    saved.before(code_);
-    std::for_each(input_strides_.begin(), input_strides_.end(), [&](c10::SymInt& stride) { saved.before(stride); });
-    const auto [output, code] = unpack();
-    PackedArgs arguments;
-    arguments.pack(output);
-    arguments.pack(code);
-    arguments.pack(std::string(activation_.name));
-    arguments.pack(Strides(input_strides_.begin(), input_strides_.end()));
-    variable_list result = call_in_graph(
-        *this, apply_functional, grads, arguments,
-        {at::TensorType::get(), at::TensorType::get(), at::StringType::get(), IValuePacker<Strides>::packed_type()}, saved);
-    saved.after(output_);
-    saved.after(code_);
-    std::for_each(input_strides_.begin(), input_strides_.end(), [&](c10::SymInt& stride) { saved.after(stride); });
-    return result;
+    return call_in_graph(*this, fields_, apply_functional, grads, saved);
   }
 
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
-    torch::dynamo::autograd::PackedArgs arguments(saved);
-    const auto output = arguments.unpack<at::Tensor>();
-    const auto code = arguments.unpack<at::Tensor>();
-    const auto activation = arguments.unpack<std::string>();
-    const auto input_strides = arguments.unpack<Strides>();
-    return {call_code_backward(grads[0], output, code, activation, input_strides)};
+    const auto fields = from_arguments<CodeFields<at::Tensor>>(saved);
+    return {call_code_backward(grads[0], fields.output, fields.code, fields.activation, fields.input_strides)};
   }
 #endif
 
  private:
   std::pair<at::Tensor, at::Tensor> unpack() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return {output_.unpack(pointer_to(this)), code_.unpack()};
+    return {fields_.output.unpack(pointer_to(this)), fields_.code.unpack()};
   }
 
   // The gradient as a function of `grad` and of the input: of the input that is found again, with the history of the one that
@@ -116,7 +107,7 @@ struct CodeBackward : Node {
     at::Tensor input = [&] {
       const at::NoGradGuard no_grad;
       const Tables* tables = tables_for(activation_, output);
-      return decode(*tables, output.detach(), code, C10_AS_INTARRAYREF_SLOW(input_strides_));
+      return decode(*tables, output.detach(), code, C10_AS_INTARRAYREF_SLOW(fields_.input_strides));
     }();
     torch::autograd::impl::set_gradient_edge(input, next_edge(0));
     const at::Tensor alias = at::alias(input);  // or hooks of the given input would see this gradient too
@@ -125,8 +116,8 @@ struct CodeBackward : Node {
   }
 
   const Smooth& activation_;
-  SavedVariable output_, code_;
-  c10::SymDimVector output_strides_, input_strides_;
+  CodeFields<SavedVariable> fields_;
+  c10::SymDimVector output_strides_;
 };
 
 }  // namespace
