@@ -114,7 +114,15 @@ def step(model, loss_of, scope, seed=0):
 
 def compare(model, loss_of, steps=2, knows_model=True):
     """Train two copies, without and with the scope; returns the bytes that each kept, and the counts of the latter's values."""
-    torch.backends.cudnn.deterministic = True
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return _compare(model, loss_of, steps, knows_model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _compare(model, loss_of, steps, knows_model):
     plain, scoped = copy.deepcopy(model), copy.deepcopy(model)
     optimizers = [torch.optim.SGD(each.parameters(), 1e-2) for each in (plain, scoped)]
     for seed in range(steps):

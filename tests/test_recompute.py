@@ -530,10 +530,11 @@ def test_written_to_and_saved_again():
         weight, other = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.ones(4, 4))
         with scope():
             x = F.silu(Keep.apply(weight * 2))
-            Keep.apply(x)
+            first = Keep.apply(x)  # its value is alive
             with torch.no_grad():
                 x.mul_(3)
             loss = (x * other).sum()
+        del first
         return torch.autograd.grad(loss, other)
 
     same_with_scope(run)
@@ -551,6 +552,23 @@ def test_written_to_under_no_grad_before_it_is_saved(function):
                 x.mul_(3)
             loss = (x @ other).sum()
         return torch.autograd.grad(loss, other)
+
+    same_with_scope(run)
+
+
+def test_a_write_that_changed_nothing_proves_nothing():
+    def run(scope):
+        torch.manual_seed(0)
+        weight, other = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        grads = []
+        for factor in (1, 3):
+            with scope():
+                x = F.mish(Keep.apply(weight * 2))
+                with torch.no_grad():
+                    x.mul_(factor)
+                loss = (x @ other).sum()
+            grads += torch.autograd.grad(loss, other)
+        return grads
 
     same_with_scope(run)
 

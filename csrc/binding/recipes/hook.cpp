@@ -351,9 +351,6 @@ py::object derive(Step step) {
 
 // A recipe that replaces a tensor, or null.
 py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor) {
-  if (tensor.numel() * tensor.element_size() != tensor.storage().nbytes()) {
-    return {};  // others have the rest of its memory, which would stay
-  }
   Derivation derivation;
   py::object object = derive({hook, node, number, &tensor, 0});
   if (!object) {
@@ -459,8 +456,9 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   if (value && value_of(value).stands_for(tensor)) {
     return value;
   }
+  const bool is_written = value && value_of(value).version != static_cast<int64_t>(tensor._version());  // past autograd
   const bool is_view = tensor.is_view() && tensor._base().requires_grad() && tensor._base().dtype() == tensor.dtype();
-  value = is_view ? value_of_view(hook, outer, tensor) : replacement(hook, node, number, tensor);
+  value = is_written ? py::object() : is_view ? value_of_view(hook, outer, tensor) : replacement(hook, node, number, tensor);
   if (!value) {
     value = keep(tensor, name_of(*node), outer);
   }
