@@ -157,3 +157,15 @@ def test_figures_of_approximations():
     for op, of_schemes in errors.items():
         assert of_schemes[-1] == 0
         assert f"| `{op}` | {' | '.join(f'{error:.1%}' for error in of_schemes)} |" in FEW_BITS
+
+
+@FROM_SOURCE
+def test_figures_of_recompute():
+    rows = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-recompute.json").read_text())["rows"]
+    expected = [
+        f"| {row['model'].replace(' float32', '')} | {row['batch']} | {row['dtype']} | {row['before_gib']:.2f} | "
+        f"{row['after_gib']:.2f} | {row['memory'] - 1:+.1%} | {row['kernels'] - 1:+.1%} |"
+        for row in rows
+    ]
+    assert re.findall(r"^\| .+% \|$", read("docs/recompute.md"), re.MULTILINE) == expected
+    assert all(row[f"{what}_equal"] for row in rows for what in ("losses", "weights", "recipes"))
