@@ -716,7 +716,7 @@ def test_arguments(monkeypatch):
     with pytest.raises(TypeError):
         recompute(nn.ReLU(), True)
     monkeypatch.setattr(scope, "IS_AVAILABLE", False)
-    with pytest.raises(RuntimeError, match=r"recompute: expected torch 2.6 or newer, got 2"):
+    with pytest.raises(RuntimeError, match=r"recompute: expected torch 2.8 or newer, got 2"):
         recompute()
 
 

@@ -54,7 +54,7 @@ class recompute:
 
     def __init__(self, model: nn.Module | None = None, *, check: bool = False) -> None:
         if not IS_AVAILABLE:
-            raise RuntimeError(f"recompute: expected torch 2.6 or newer, got {torch.__version__}")
+            raise RuntimeError(f"recompute: expected torch 2.8 or newer, got {torch.__version__}")
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}")
         self.model, self.check = model, check
