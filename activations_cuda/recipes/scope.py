@@ -43,7 +43,7 @@ class recompute:
     nothing within torch.compile, torch.func's transforms and functions that non-reentrant checkpoint runs.
 
     Args:
-        model: the module, if parameters of its norms are frozen; their outputs follow only if these are known.
+        model: the module. With it, norms whose parameters are frozen are known too, and layer norms are computed in one pass.
         check: compare every recipe with its tensor, in every step, and raise an error where they differ.
 
     Raises:
@@ -69,7 +69,8 @@ class recompute:
             return None  # saves nothing itself, and counts what its function saves
         around = getattr(outer[0], "__self__", None)
         if isinstance(around, Hook):
-            return Hook(self.model or around.model, self.check or around.check, around.outer)
+            model = around.model if self.model is None else self.model
+            return Hook(model, self.check or around.check, around.outer)
         return Hook(self.model, self.check, outer)
 
     def __enter__(self) -> "recompute":
