@@ -199,7 +199,7 @@ ON = {
 
 RECOMPUTE = [
     Mutant("a write is not seen", VALUE, "if (found != version) {", "if (false) {"),
-    Mutant("remembered for good", VALUE, "value->remembered_ = at::Tensor();", ""),
+    Mutant("remembered for good", VALUE, "std::exchange(value->remembered_, at::Tensor())", "value->remembered_"),
     Mutant("strides are not restored", VALUE, "tensor.strides() == strides ? tensor", "true ? tensor"),
     Mutant("kept with its history", VALUE, "tensor.requires_grad() ? tensor : tensor.detach()", "true ? tensor : tensor"),
     Mutant("nodes by their address alone", VALUE, " || !is_alive(*found->second->node_)", ""),

@@ -246,7 +246,7 @@ def test_report_of_the_scope(name, autocast):
         kept = scope.bytes(model)
         del output
     # Fake tensors give batch norm's statistics half the bytes under autocast, as in the columns before.
-    assert report.recompute == kept if not autocast else abs(report.recompute / kept - 1) < 0.03
+    assert report.recompute == kept if not autocast else abs(report.recompute / kept - 1) < 0.06
     assert sum(report.recomputed.values()) > 0 and "recompute, MiB" in str(report) and "MiB by" in str(report)
     assert memory_report(model, x).recompute is None
 

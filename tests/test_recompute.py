@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -615,12 +616,13 @@ def test_mask_is_packed_once():
 def test_masks_are_found_again(numel, device):
     torch.manual_seed(0)
     mask = torch.rand(numel, device=device) > 0.5
-    value = masks.value_of(mask, None)
+    scope = hook.Hook(None, check=False, outer=None)
+    value = masks.value_of(scope, mask)
     assert value.is_recipe and value.roots[0].held.numel() == -(-numel // 8)
     assert torch.equal(value.tensor(), mask)
     if numel % 2 == 0:
         transposed = mask.view(2, -1).t().contiguous().t()
-        assert_same(masks.value_of(transposed, None).tensor(), transposed)
+        assert_same(masks.value_of(scope, transposed).tensor(), transposed)
 
 
 def test_temporaries_are_written_to(monkeypatch):
@@ -648,6 +650,164 @@ def test_temporaries_are_written_to(monkeypatch):
     written.clear()
     run(recompute)
     assert len(written) == 1
+
+
+def test_masks_that_somebody_holds_are_kept():
+    x = torch.randn(16, 16, requires_grad=True)
+    held = torch.rand(16, 16) > 0.5
+    large = torch.rand(64, 16) > 0.5
+    for mask, bytes in ((held, 32), (held, 256), (large[:16], 1024)):
+        with Scope() as scope:
+            y = torch.where(mask, x, x * 2)
+        assert scope.bytes() == bytes
+        y.sum().backward()
+
+
+# What a review found
+
+
+def test_batch_norm_in_evaluation_then_in_training():
+    """Which writes to the statistics unnoticed."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        first, norm, last = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+        with scope():
+            loss = last(norm.eval()(first(torch.randn(32, 16)))).square().sum()
+            loss = loss + last(norm.train()(first(torch.randn(32, 16) + 3))).square().sum()
+        loss.backward()
+        return [first.weight.grad, last.weight.grad]
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, partial(nn.GroupNorm, 2)])
+@pytest.mark.parametrize("bias_of", ["own", "tied", "other"])
+def test_frozen_biases(kind, bias_of):
+    def run(scope):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 16), kind(16), nn.Linear(16, 16), kind(16), nn.Linear(16, 8))
+        for norm in (net[1], net[3]):
+            nn.init.normal_(norm.bias).requires_grad_(False)
+        if bias_of == "tied":
+            net[3].weight = net[1].weight
+        with recompute(net) if scope is recompute else scope():
+            loss = net(torch.randn(32, 16)).square().sum()
+            if bias_of == "other" and kind is nn.BatchNorm1d:
+                x = net[0](torch.randn(32, 16))
+                loss = loss + net[4](F.batch_norm(x, None, None, net[1].weight, net[1].bias + 1, True)).square().sum()
+        loss.backward()
+        return [each.grad for each in net.parameters() if each.requires_grad]
+
+    for _ in range(2):
+        same_with_scope(run)
+
+
+def test_a_layer_norm_of_another_eps():
+    def run(scope):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 8))
+        with recompute(net) if scope is recompute else scope():
+            loss = net(torch.randn(32, 16)).square().sum()
+            x = F.layer_norm(net[0](torch.randn(32, 16)), (64,), net[1].weight, net[1].bias, 0.1)
+            (loss + net[2](x).square().sum()).backward()
+        return [each.grad for each in net.parameters()]
+
+    same_with_scope(run)
+
+
+def test_a_models_properties_are_not_read():
+    def run(scope):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.GroupNorm(2, 16), nn.Linear(16, 8))
+        net[1].bias.requires_grad_(False)
+        with recompute(net) if scope is recompute else scope():
+            loss = net(torch.randn(32, 16)).square().sum()
+        loss.backward()
+        return [loss, *net.buffers(), net[2].weight.grad]
+
+    same_with_scope(run)
+
+
+def test_hooks_of_others_are_not_called():
+    calls = []
+
+    def part(x):
+        calls.append(x)
+        return x.sin().masked_fill(x > 0.5, 0.0)
+
+    def run(scope):
+        torch.manual_seed(0)
+        x = torch.randn(16, 16, requires_grad=True)
+        with scope():
+            y = checkpoint(part, x, use_reentrant=False)
+            loss = (Keep.apply(y) + torch.tanh(y) + Keep.apply(y.relu())).sum()
+        assert len(calls) == 1
+        grad = torch.autograd.grad(loss, x)
+        calls.clear()
+        return grad
+
+    same_with_scope(run)
+
+
+def test_hooks_that_unpack_once():
+    def run(scope):
+        torch.manual_seed(0)
+        x, stored = torch.randn(16, 16, requires_grad=True), {}
+
+        def pack(tensor):
+            stored[len(stored)] = tensor.detach()
+            return len(stored) - 1
+
+        with scope():
+            y = x * 2
+            with torch.autograd.graph.saved_tensors_hooks(pack, stored.pop):
+                z = F.dropout(F.batch_norm(y, None, None, training=True), 0.2).masked_fill(x > 1, 0)
+            loss = (z.exp() * z.relu()).sum()
+        return torch.autograd.grad(loss, x)
+
+    same_with_scope(run)
+
+
+def test_a_backward_that_writes_to_what_is_saved():
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return x.mul_(grad)
+
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(16, 16))
+
+    def loss(kind):
+        x = Keep.apply(weight * 2)
+        kept = Keep.apply(x)
+        y = F.relu(x)
+        return Keep.apply(y).sum() + kind.apply(y).sum() * 3 + Keep.apply(y).sum() + kept.sum()
+
+    class Reads(Writes):
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.saved_tensors[0] * grad
+
+    (expected,) = torch.autograd.grad(loss(Reads), weight)
+    with recompute():
+        of_writes = loss(Writes)
+    assert_same(torch.autograd.grad(of_writes, weight)[0], expected)
+
+
+def test_an_operand_that_is_read_twice_is_computed_once():
+    x, weight = torch.randn(8, 8, requires_grad=True), nn.Parameter(torch.randn(8, 8))
+    with recompute(check=True):
+        h = x @ weight
+        for _ in range(31):
+            h = torch.addcmul(h, h, weight)
+        h.relu().sum()
 
 
 # Verification
@@ -716,7 +876,7 @@ def test_arguments(monkeypatch):
     with pytest.raises(TypeError):
         recompute(nn.ReLU(), True)
     monkeypatch.setattr(scope, "IS_AVAILABLE", False)
-    with pytest.raises(RuntimeError, match=r"recompute: expected torch 2.8 or newer, got 2"):
+    with pytest.raises(RuntimeError, match=r"recompute: expected torch 2.11 or newer, got 2"):
         recompute()
 
 

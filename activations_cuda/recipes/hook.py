@@ -27,7 +27,7 @@ class Hook:
     def __init__(self, model: nn.Module | None, check: bool, outer: Any, assumes: bool = False) -> None:
         self.model, self.check, self.outer, self.assumes = model, check, outer, assumes
         self.mismatch: str | None = None
-        self._norms: dict[int, nn.Module] | None = None
+        self._norms: dict[Any, nn.Module | None] | None = None
 
     @property
     def pack(self) -> Any:
@@ -38,13 +38,17 @@ class Hook:
         if self.model is None or not isinstance(weight, _C.recipes.Value) or not isinstance(weight.held, Tensor):
             return None
         if self._norms is None:
-            modules = [each for each in self.model.modules() if isinstance(getattr(each, "weight", None), Tensor)]
-            self._norms = {_storage_of(each.weight): each for each in modules if hasattr(each, "eps")}  # type: ignore[arg-type]
-        return self._norms.get(_storage_of(weight.held))
+            self._norms = {}
+            for module in self.model.modules():
+                own = module._parameters.get("weight")  # past properties, which may compute it
+                if own is not None and hasattr(module, "eps"):
+                    place = _place_of(own)
+                    self._norms[place] = None if place in self._norms else module  # two have the same weight: unknown
+        return self._norms.get(_place_of(weight.held))
 
 
-def _storage_of(tensor):
-    return tensor.untyped_storage()._cdata
+def _place_of(tensor):
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
 
 
 def _step(hook, node, number, tensor, depth, rule):
@@ -93,7 +97,7 @@ _C.recipes.set_up(
     underivable=Underivable,
     plain_types=(Tensor, nn.Parameter, getattr(nn, "Buffer", nn.Parameter)),
     step=_step,
-    mask=lambda hook, tensor: masks.value_of(tensor, hook.outer),
+    mask=masks.value_of,
     is_right=_is_right,
     as_strided=_as_strided,
     failed=_failed,

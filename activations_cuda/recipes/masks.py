@@ -13,22 +13,29 @@ from activations_cuda.recipes.step import computing
 
 SMALLEST = 64  # of elements that are worth it
 
-# A mask may be saved many times: the version that was packed, and a weak reference to its value.
+# A mask may be saved many times: the version that was packed, and weak references to its value and to the hook that it met.
 _packed = WeakIdKeyDictionary()
 
 
-def value_of(tensor: Tensor, hooks: Any) -> Any:
-    """The value of a mask; the hooks around the scope get its bits."""
+def value_of(hook: Any, tensor: Tensor) -> Any:
+    """The value of a mask; the hooks around the scope get its bits.
+
+    A mask that somebody holds from scope to scope, as a model's buffer, and a small part of a larger one are kept as they are:
+    packing would save nothing.
+    """
     base = tensor if tensor._base is None else tensor._base
-    if base.dtype is not torch.bool or not SMALLEST <= base.numel() == base.untyped_storage().nbytes():
-        return _C.recipes.keep(tensor, hooks)
-    version, reference = _packed.get(base, (None, None))
+    is_whole = base.dtype is torch.bool and base.numel() == base.untyped_storage().nbytes()
+    if not is_whole or not SMALLEST <= base.numel() <= 2 * tensor.numel():
+        return _C.recipes.keep(tensor, hook.outer)
+    version, reference, met = _packed.get(base, (None, None, None))
+    if met is not None and met() is not hook:
+        return _C.recipes.keep(tensor, hook.outer)
     value = reference() if reference is not None and version == base._version else None
     if value is None:
         with computing():
-            bits = _C.recipes.keep(_pack(base), hooks)
+            bits = _C.recipes.keep(_pack(base), hook.outer)
         value = _C.recipes.recipe_of(_unpack, bits, (base.shape, base.stride()), base)
-        _packed[base] = base._version, weakref.ref(value)
+        _packed[base] = base._version, weakref.ref(value), weakref.ref(hook)
     return value if base is tensor else _C.recipes.view_of(value, tensor, base)
 
 

@@ -49,6 +49,7 @@ def _bias(step, i, weight):
     norm = step.norm(weight)
     if norm is None:
         raise Underivable
+    step.is_assumed = True
     return None if norm.bias is None else _C.recipes.keep(norm.bias, None)
 
 
@@ -68,7 +69,8 @@ def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str) -> Op:
         x, w = step.operand(0, "input"), step.operand(1, "weight")
         b = _bias(step, 2, w)
         if not step.node._saved_training:  # type: ignore[attr-defined]
-            return _batch_norm_eval, (x, w, b, step.saved("running_mean"), step.saved("running_var")), step.arguments(eps)
+            # Copies, since a forward pass in training mode writes to them unnoticed.
+            return _batch_norm_eval, (x, w, b, step.copy("running_mean"), step.copy("running_var")), step.arguments(eps)
         return candidates, (x, w, b, *map(step.saved, STATISTICS)), step.arguments(eps)
 
     return Op(candidates, ("input", "weight", None), (eps,), saved=STATISTICS, when="training", otherwise=otherwise)
@@ -126,22 +128,15 @@ CUDNN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_cudnn
 MIOPEN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_miopen
 
 
-def _layer_norm_op(x, w, b, shape, eps=EPS):
-    return torch.native_layer_norm(x, shape, w, b, eps)
+def _layer_norm_op(x, w, b, shape):
+    return torch.native_layer_norm(x, shape, w, b, EPS)
 
 
 def _first_of_rows(x, mean, rstd, shape, *_):
     return (x.reshape(-1, *shape)[0] - mean.reshape(-1)[0]) * rstd.reshape(-1)[0]
 
 
-def _layer_norm_whole(x, w, b, mean, rstd, shape, eps=None):
-    """One pass, and the only way if the statistics were rounded to a half type. The node doesn't save eps."""
-    if eps is None:
-        raise NotImplementedError("eps isn't known")
-    return _layer_norm_op(x, w, b, shape, eps)[0]
-
-
-def _layer_norm_affine(x, w, b, mean, rstd, shape, *_):
+def _layer_norm_affine(x, w, b, mean, rstd, shape):
     X, w, b, mean, rstd = _wide(x, w, b, mean, rstd)
     y = (X - mean).mul_(rstd)
     if w is not None:
@@ -151,12 +146,26 @@ def _layer_norm_affine(x, w, b, mean, rstd, shape, *_):
     return y.to(x.dtype)
 
 
+def _layer_norm_whole(x, w, b, shape, eps):
+    return torch.native_layer_norm(x, shape, w, b, eps)[0]
+
+
+def _layer_norm_with_model(step: Step) -> Result:
+    """Of statistics that were rounded to a half type, and must be taken again. The node doesn't save eps."""
+    x, w, b = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
+    eps = getattr(step.norm(w), "eps", None)
+    if eps is None:
+        raise Underivable
+    step.is_assumed = True
+    return _layer_norm_whole, (x, w, b), (*step.arguments("normalized_shape"), eps)
+
+
 LAYER_NORM = Op(
-    Candidates((_layer_norm_whole, _layer_norm_affine), _layer_norm_op, _first_of_rows),
+    Candidates((_layer_norm_affine,), _layer_norm_op, _first_of_rows),
     ("input", "weight", "bias"),
     ("normalized_shape",),
     saved=STATISTICS,
-    of_norm="eps",
+    otherwise=_layer_norm_with_model,
 )
 
 
@@ -196,9 +205,12 @@ _SAVES_EPS = hasattr(getattr(torch._C._functions, "NativeGroupNormBackward0", No
 GROUPS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])
 
 
-def _group_norm_with_frozen_bias(step: Step) -> Result:
+def _group_norm_with_model(step: Step) -> Result:
+    """Of a frozen bias, or of an eps that the node doesn't save."""
     x, w = step.operand(0, "input"), step.operand(1, "weight")
-    return _GROUP_NORM, (x, w, _bias(step, 2, w), *map(step.saved, STATISTICS)), step.arguments(*GROUPS)
+    eps = () if _SAVES_EPS else (getattr(step.norm(w), "eps", None),)
+    step.is_assumed |= not _SAVES_EPS
+    return _GROUP_NORM, (x, w, _bias(step, 2, w), *map(step.saved, STATISTICS)), (*step.arguments(*GROUPS), *eps)
 
 
 GROUP_NORM = Op(
@@ -206,8 +218,7 @@ GROUP_NORM = Op(
     ("input", "weight", None),
     GROUPS,
     saved=STATISTICS,
-    of_norm=None if _SAVES_EPS else "eps",
-    otherwise=_group_norm_with_frozen_bias,
+    otherwise=_group_norm_with_model,
 )
 
 

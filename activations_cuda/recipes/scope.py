@@ -16,7 +16,7 @@ from activations_cuda.recipes.hook import Hook, unpack
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _autograd = torch._C._autograd
-IS_AVAILABLE = hasattr(_autograd, "_top_saved_tensors_default_hooks") and hasattr(_autograd, "_saved_tensors_hooks_is_enabled")
+IS_AVAILABLE = hasattr(_autograd, "_top_saved_tensors_default_hooks") and hasattr(_autograd.SavedTensor, "unpack_hook")
 
 
 class _Entered(threading.local):
@@ -43,7 +43,7 @@ class recompute:
     nothing within torch.compile, torch.func's transforms and functions that non-reentrant checkpoint runs.
 
     Args:
-        model: the module. With it, norms whose parameters are frozen are known too, and layer norms are computed in one pass.
+        model: the module, if biases of its norms are frozen: their outputs follow only if these are known.
         check: compare every recipe with its tensor, in every step, and raise an error where they differ.
 
     Raises:
@@ -54,7 +54,7 @@ class recompute:
 
     def __init__(self, model: nn.Module | None = None, *, check: bool = False) -> None:
         if not IS_AVAILABLE:
-            raise RuntimeError(f"recompute: expected torch 2.8 or newer, got {torch.__version__}")
+            raise RuntimeError(f"recompute: expected torch 2.11 or newer, got {torch.__version__}")
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}")
         self.model, self.check = model, check

@@ -40,12 +40,11 @@ class Op:
         operands: of the op, by the names under which the node saves them; None: it doesn't, and the graph must tell.
         arguments: names of what else it is given.
         saved: names of other tensors that the node saved, which are operands of the formula too.
-        of_norm: the name of an attribute that is the last argument, of the module whose weight operand 1 is, if that is known.
         when: the name of what must be true.
         otherwise: a rule for when it isn't, when an operand isn't known, or when no formula fits.
     """
 
-    __slots__ = ("arguments", "formula", "of_norm", "operands", "otherwise", "saved", "when")
+    __slots__ = ("arguments", "formula", "operands", "otherwise", "saved", "when")
 
     def __init__(
         self,
@@ -53,21 +52,17 @@ class Op:
         operands: tuple[str | None, ...],
         arguments: tuple[str, ...] = (),
         saved: tuple[str, ...] = (),
-        of_norm: str | None = None,
         when: str | None = None,
         otherwise: Callable[["Step"], Result] | None = None,
     ) -> None:
-        self.formula, self.operands, self.arguments = (
-            formula,
-            tuple(map(_attribute, operands)),
-            tuple(map(_attribute, arguments)),
-        )
-        self.saved, self.when, self.otherwise = tuple(map(_attribute, saved)), _attribute(when), otherwise
-        self.of_norm = of_norm
+        self.formula, self.otherwise = formula, otherwise
+        self.operands, self.saved = tuple(map(_as_packed, operands)), tuple(map(_as_packed, saved))
+        self.arguments, self.when = tuple("_saved_" + name for name in arguments), when and "_saved_" + when
 
 
-def _attribute(name):
-    return None if name is None else "_saved_" + name
+def _as_packed(name):
+    """The attribute that is a saved tensor as hooks have packed it."""
+    return name and "_raw_saved_" + name
 
 
 class Step:
@@ -106,7 +101,13 @@ class Step:
 
     def saved(self, name: str) -> Any:
         """The value, number or None behind what the node saved under a name."""
-        return _C.recipes.saved(self.node, "_saved_" + name)
+        return _C.recipes.saved(self.node, _as_packed(name))
+
+    def copy(self, name: str) -> Any:
+        """A copy of what the node saved under a name."""
+        value = self.saved(name)
+        with computing():
+            return _C.recipes.keep(value.tensor().clone(), self._hook.outer)
 
     def arguments(self, *names: str) -> tuple[Any, ...]:
         return tuple(_signed(getattr(self.node, "_saved_" + name)) for name in names)

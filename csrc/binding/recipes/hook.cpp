@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <string_view>
 #include <typeindex>
 #include <unordered_map>
 #include <utility>
@@ -85,6 +86,9 @@ py::object wrapped(const NodePointer& node) {
 
 py::object name_of(const Node& node) {
   static auto& names = *new std::unordered_map<std::type_index, py::object>();
+  if (std::string_view(typeid(node).name()).find("PyNode") != std::string_view::npos) {  // one class for all of Python's
+    return py::str(node.name());
+  }
   py::object& name = names[typeid(node)];
   if (!name) {
     name = py::str(node.name());
@@ -144,22 +148,38 @@ py::object find(py::handle hook, const NodePointer& node, uint32_t number, int d
   return value;
 }
 
-// The value, number or None behind what a node saved under a name.
+NodePointer node_behind(py::handle node) {
+  TORCH_CHECK_TYPE(
+      torch::autograd::THPCppFunction_Check(node.ptr()), "recompute: expected a node of autograd's graph, got ",
+      Py_TYPE(node.ptr())->tp_name);
+  return reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
+}
+
+const py::object& unpack_hook() {
+  static PyMethodDef method = {"unpack", unpack, METH_O, nullptr};
+  static auto& hook = *new py::object(py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
+  return hook;
+}
+
+// The value, number or None behind what a node saved. Other hooks than this one, which may have seen it, aren't called.
 py::object saved(py::handle node, PyObject* name) {
-  py::object result;
-  py::object value = peek([&] { result = attribute(node, name); });
-  if (value) {
-    return value_of(value).is_current() ? value : py::object();
+  const py::object raw = attribute(node, name), hook = attribute(raw, NAME("unpack_hook"));
+  if (!hook.is_none() && !hook.is(unpack_hook())) {
+    return {};
   }
-  if (THPVariable_Check(result.ptr())) {
+  const py::object data = attribute(raw, NAME("data"));
+  if (is_value(data)) {
+    return value_of(data).is_current() ? data : py::object();
+  }
+  if (THPVariable_Check(data.ptr())) {
     // A number in an expression, as 2 in x * 2, is a tensor that hooks don't see.
-    const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
+    const at::Tensor& tensor = THPVariable_Unpack(data.ptr());
     const auto dtype = tensor.scalar_type();
     const bool is_number =
         tensor.dim() == 0 && tensor.is_cpu() && (dtype == at::kDouble || dtype == at::kLong || dtype == at::kBool);
-    return is_number ? py::object(result.attr("item")()) : py::object();  // else saved by other hooks, or before the scope
+    return is_number ? py::object(data.attr("item")()) : py::object();  // else saved before the scope
   }
-  return result;
+  return data;
 }
 
 py::object operand(Step& step, size_t i, py::handle name) {
@@ -304,13 +324,6 @@ py::object by_data(Step& step, const py::object& name, py::handle rule) {
     values[i] = with_sign(attribute(step.python(), py::object(arguments[i]).ptr()));
   }
   recipe.arguments = std::move(values);
-  const py::object of_norm = attribute(rule, NAME("of_norm"));
-  if (!of_norm.is_none() && !attribute(step.hook, NAME("model")).is_none() && is_value(recipe.operands[1])) {
-    const py::object norm = attribute(step.hook, NAME("norm"))(recipe.operands[1]);
-    if (!norm.is_none()) {
-      recipe.arguments = recipe.arguments + py::make_tuple(attribute(norm, of_norm.ptr()));
-    }
-  }
   return complete(step, name, object, /*is_assumed=*/false) ? object : py::object();
 }
 
@@ -476,7 +489,11 @@ PyObject* pack_hook(PyObject* hook, PyObject* object) {
   try {
     value = pack(hook, object, tensor);
   } catch (py::error_already_set& error) {
-    report(error.value());
+    if (error.matches(PyExc_KeyboardInterrupt)) {
+      PyErr_SetInterrupt();  // raised as soon as this is done
+    } else {
+      report(error.value());
+    }
   } catch (const std::exception& error) {
     report(py::str(error.what()));
   }
@@ -489,14 +506,6 @@ PyObject* pack_hook(PyObject* hook, PyObject* object) {
 }
 
 PyMethodDef pack_method = {"pack", pack_hook, METH_O, nullptr};
-PyMethodDef unpack_method = {"unpack", unpack, METH_O, nullptr};
-
-NodePointer node_behind(py::handle node) {
-  TORCH_CHECK_TYPE(
-      torch::autograd::THPCppFunction_Check(node.ptr()), "recompute: expected a node of autograd's graph, got ",
-      Py_TYPE(node.ptr())->tp_name);
-  return reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
-}
 
 // What a rule asks for; if there is none it gets an exception.
 py::object or_underivable(py::object value) {
@@ -526,7 +535,7 @@ void add_hook(py::module_& module) {
   module.def("pack_hook", [](const py::object& hook) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
   });
-  module.attr("unpack") = py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_method, nullptr));
+  module.attr("unpack") = unpack_hook();
   module.def("operand", [](py::handle hook, py::handle node, size_t i, int depth) {
     const torch::autograd::Edge& edge = node_behind(node)->next_edge(i);
     return edge.function ? or_underivable(find(hook, edge.function, edge.input_nr, depth + 1)) : py::object(py::none());

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -59,7 +60,29 @@ auto& passes() {
   return running;
 }
 
-thread_local Peeking* peeking = nullptr;
+// Outside of backward passes, what one computation needs several times.
+struct Computed {
+  static at::Tensor of(Value& value) {
+    if (current) {
+      return current->get(value);
+    }
+    Computed computed;
+    current = &computed;
+    const auto reset = c10::make_scope_exit([] { current = nullptr; });
+    return computed.get(value);
+  }
+
+ private:
+  at::Tensor get(Value& value) {
+    const auto found = tensors.find(&value);
+    return found != tensors.end() ? found->second : tensors[&value] = value.compute();
+  }
+
+  std::unordered_map<Value*, at::Tensor> tensors;
+  static thread_local Computed* current;
+};
+
+thread_local Computed* Computed::current = nullptr;
 
 int64_t current_stream(const at::Tensor& tensor) {
   return tensor.is_cuda() && !tensor.key_set().has(c10::DispatchKey::Python)
@@ -89,6 +112,7 @@ PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 void deallocate(PyObject* self) {
   auto* object = reinterpret_cast<Object*>(self);
+  object->value.leave_registry();  // before anybody's callback may look for it
   if (object->weak_references) {
     PyObject_ClearWeakRefs(self);
   }
@@ -101,9 +125,10 @@ void deallocate(PyObject* self) {
 Pass::~Pass() {
   const py::gil_scoped_acquire gil;
   passes().erase(task);
-  for (Value* value : values) {
-    value->remembered_ = at::Tensor();
+  std::vector<at::Tensor> remembered;  // which may own values themselves: freed once none of them refers to this
+  for (Value* value : std::exchange(values, {})) {
     value->pass_ = nullptr;
+    remembered.push_back(std::exchange(value->remembered_, at::Tensor()));
   }
 }
 
@@ -111,6 +136,9 @@ Value::~Value() {
   if (pass_) {
     pass_->values.erase(this);
   }
+}
+
+void Value::leave_registry() {
   if (output_.first) {
     const auto found = registry().find(output_);
     if (found != registry().end() && found->second == this) {
@@ -155,11 +183,16 @@ at::Tensor Value::tensor(bool* is_temporary) {
   if (held.defined()) {
     return compute();
   }
-  const int task = readers < 2 ? -1 : torch::autograd::get_current_graph_task_id();
-  if (task < 0) {
+  if (readers < 2) {
     return compute(is_temporary);
   }
-  if (remembered_.defined() && remembered_stream_ == current_stream(remembered_)) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) {
+    return Computed::of(*this);
+  }
+  // Somebody's backward may have written to it.
+  if (remembered_.defined() && remembered_stream_ == current_stream(remembered_) &&
+      remembered_version_ == static_cast<int64_t>(remembered_._version())) {
     return remembered_;
   }
   return remember(task, compute());
@@ -179,6 +212,7 @@ at::Tensor Value::remember(int task, at::Tensor tensor) {
   pass_->values.insert(this);
   remembered_ = tensor;
   remembered_stream_ = current_stream(tensor);
+  remembered_version_ = static_cast<int64_t>(tensor._version());
   return tensor;
 }
 
@@ -322,21 +356,8 @@ py::object noted(const NodePointer& node, uint32_t number) {
   return py::reinterpret_borrow<py::object>(object);
 }
 
-Peeking::Peeking() : outer(peeking) {
-  peeking = this;
-}
-
-Peeking::~Peeking() {
-  peeking = outer;
-}
-
 PyObject* unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
-  if (peeking) {
-    static const at::Tensor& anything = *new at::Tensor(at::empty({0}));
-    peeking->found = py::reinterpret_borrow<py::object>(object);
-    return THPVariable_Wrap(anything);
-  }
   TORCH_CHECK_TYPE(is_value(object), "recompute: expected a value, got ", Py_TYPE(object)->tp_name);
   const auto owner = py::reinterpret_borrow<py::object>(object);
   Value& value = value_of(object);

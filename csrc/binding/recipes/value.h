@@ -48,6 +48,7 @@ struct Value {
   at::Tensor compute(bool* is_temporary = nullptr);
   // Raises autograd's error if what it is, or what it replaces, was written to.
   void check_unwritten() const;
+  void leave_registry();
   bool remembers() const { return remembered_.defined(); }
 
   int64_t version = 0;
@@ -79,7 +80,7 @@ struct Value {
   at::Tensor remember(int task, at::Tensor tensor);
 
   at::Tensor remembered_;
-  int64_t remembered_stream_ = 0;
+  int64_t remembered_stream_ = 0, remembered_version_ = 0;
   Pass* pass_ = nullptr;
 
   Output output_ = {nullptr, 0};  // whose value it was noted to be
@@ -109,24 +110,6 @@ py::object noted(const NodePointer& node, uint32_t number);
 
 // Autograd's unpack hook: the tensor again.
 PyObject* unpack(PyObject*, PyObject* object);
-
-// What stands for a saved tensor that `read` unpacks, instead of the tensor: null if hooks don't see it.
-template <class Read>
-py::object peek(const Read& read);
-
-struct Peeking {
-  Peeking();
-  ~Peeking();
-  py::object found;
-  Peeking* outer;
-};
-
-template <class Read>
-py::object peek(const Read& read) {
-  Peeking peeking;
-  read();
-  return std::move(peeking.found);
-}
 
 void add_value_type(py::module_& module);
 
