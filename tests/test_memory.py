@@ -241,12 +241,13 @@ def test_report_of_the_scope(name, autocast):
         assert report.recompute == sum(layer.recompute for layer in report.layers)
         activations_cuda.convert(model, x, recompute=True)
         set_class(model, original_of(type(model)))  # whose scope is not counted
-        with Scope(model, check=False) as scope:
-            output = model(x)
+        for _ in range(2):  # the first finds out which formulas fit
+            with Scope(model, check=False) as scope:
+                output = model(x)
         kept = scope.bytes(model)
         del output
     # Fake tensors give batch norm's statistics half the bytes under autocast, as in the columns before.
-    assert report.recompute == kept if not autocast else abs(report.recompute / kept - 1) < 0.06
+    assert report.recompute == kept if not autocast else abs(report.recompute / kept - 1) < 0.03
     assert sum(report.recomputed.values()) > 0 and "recompute, MiB" in str(report) and "MiB by" in str(report)
     assert memory_report(model, x).recompute is None
 
