@@ -41,7 +41,7 @@ class Candidates:
     def choose(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Formula | None:
         generator = torch.Generator(input.device).manual_seed(0)
         formulas = list(self.formulas)
-        for _ in range(max(4, min(MAX_TRIALS, ELEMENTS_TRIED // input.numel()))):
+        for _ in range(max(4, min(MAX_TRIALS, ELEMENTS_TRIED // max(1, input.numel())))):
             if weight is not None:
                 weight = torch.empty_like(weight).normal_(generator=generator)
             if bias is not None:
