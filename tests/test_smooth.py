@@ -470,6 +470,7 @@ def test_first_use_by_many_threads_and_after_a_fork(row):
     """)
 
 
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer's own allocator may be locked in a fork")
 def test_a_fork_while_another_thread_makes_the_tables(row):
     """The child has the lock's state and not the thread that holds it."""
     run(f"""
