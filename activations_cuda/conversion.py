@@ -136,7 +136,7 @@ def convert(
             Mish.
         example_inputs: the inputs, by keyword.
         recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit. Of
-            the activations only the piecewise-linear ones are converted then, by default: a smooth one's output is recomputed.
+            the activations only the piecewise-linear ones are converted by inputs then: a smooth one's output is recomputed.
         keyword_inputs: keyword arguments of the forward pass.
 
     Returns:

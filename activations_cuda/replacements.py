@@ -10,7 +10,6 @@ import sys
 import types
 from abc import ABCMeta
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cache, partial
 from inspect import unwrap
 from typing import Any
@@ -175,11 +174,11 @@ def _forward(self, *args, **kwargs):
     # Without a gradient nothing is saved, and PyTorch's fast paths for inference step aside where there is a mode.
     if not torch.is_grad_enabled() or is_dynamo_compiling() or is_exporting():
         return forward(*args, **kwargs)
-    with ExitStack() as stack:
-        if self._fastact_recomputes:
-            stack.enter_context(recompute(self))
-        if self._fastact_names:
-            mode = stack.enter_context(_forward_mode(self._fastact_names))  # noqa: F841, which is_meant looks for
+    if self._fastact_recomputes:
+        forward = recompute(self)(forward)
+    if not self._fastact_names:
+        return forward(*args, **kwargs)
+    with _forward_mode(self._fastact_names) as mode:  # noqa: F841, which is_meant looks for
         return forward(*args, **kwargs)
 
 

@@ -347,16 +347,18 @@ def missed(row):
 
 def differs(row):
     """What of an eager row's training differs."""
-    return [what for what in ("losses", "weights") if row.get(f"{what}_equal") is False]
+    return [what for what in ("losses", "weights", "recipes") if row.get(f"{what}_equal") is False]
 
 
 def is_short(row):
     return bool(missed(row)) or differs(row)
 
 
-def table(rows):
-    columns = ["model", "batch", "dtype", "mode", "before_ms", "after_ms", "time", "before_gib", "after_gib", "memory"]
-    columns += ["kernels", "compiled_ms", "compiled_gib"]
+COLUMNS = ["model", "batch", "dtype", "mode", "before_ms", "after_ms", "time", "before_gib", "after_gib", "memory"]
+COLUMNS += ["kernels", "compiled_ms", "compiled_gib"]
+
+
+def table(rows, columns=COLUMNS):
     cells = [
         [
             *(row.get(column) for column in columns),

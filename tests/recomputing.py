@@ -112,24 +112,24 @@ def step(model, loss_of, scope, seed=0):
     return loss.detach(), kept
 
 
-def compare(model, loss_of, steps=2, knows_model=True):
+def compare(model, loss_of, steps=2):
     """Train two copies, without and with the scope; returns the bytes that each kept, and the counts of the latter's values."""
     if any(parameter.is_cuda for parameter in model.parameters()):
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        return _compare(model, loss_of, steps, knows_model)
+        return _compare(model, loss_of, steps)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def _compare(model, loss_of, steps, knows_model):
+def _compare(model, loss_of, steps):
     plain, scoped = copy.deepcopy(model), copy.deepcopy(model)
     optimizers = [torch.optim.SGD(each.parameters(), 1e-2) for each in (plain, scoped)]
     for seed in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
         expected, before = step(plain, loss_of, Plain(), seed)
-        scope = Scope(scoped if knows_model else None, check=seed > 0)
+        scope = Scope(scoped, check=seed > 0)
         loss, after = step(scoped, loss_of, scope, seed)
         assert_same(loss, expected)
         for one, other in zip(plain.parameters(), scoped.parameters(), strict=True):

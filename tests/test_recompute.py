@@ -388,13 +388,18 @@ def test_forward_mode():
 
 
 def test_kinds_that_are_kept():
-    with recompute():
+    def run(scope):
+        torch.manual_seed(0)
         x = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
-        (x.conj() * x * x).abs().sum().backward()
-        x = torch.eye(3).to_sparse().requires_grad_()
-        torch.sparse.mm(x, torch.randn(3, 3, requires_grad=True)).sum().backward()
-        x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(3, 3)], layout=torch.jagged, requires_grad=True)
-        x.sin().relu().values().sum().backward()
+        sparse, dense = torch.eye(3).to_sparse().requires_grad_(), torch.randn(3, 3, requires_grad=True)
+        jagged = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(3, 3)], layout=torch.jagged, requires_grad=True)
+        with scope():
+            losses = (x.conj() * x * x).abs().sum(), torch.sparse.mm(sparse, dense).sum(), jagged.sin().relu().values().sum()
+        for loss in losses:
+            loss.backward()
+        return [torch.view_as_real(x.grad), sparse.grad.to_dense(), dense.grad, jagged.grad.values()]
+
+    same_with_scope(run)
 
 
 def test_subclass():
@@ -981,6 +986,11 @@ def test_programs(program, dtype):
 # On a GPU
 
 
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 def big_net():
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64), nn.ReLU(True)
@@ -988,9 +998,7 @@ def big_net():
 
 
 @pytest.mark.cuda
-def test_cuda_graph_of_a_whole_step():
-    torch.backends.cudnn.deterministic = True
-
+def test_cuda_graph_of_a_whole_step(deterministic):
     def run(scope):
         net, x = big_net()
         optimizer = torch.optim.SGD(net.parameters(), 1e-2)
@@ -1018,9 +1026,7 @@ def test_cuda_graph_of_a_whole_step():
 
 
 @pytest.mark.cuda
-def test_make_graphed_callables():
-    torch.backends.cudnn.deterministic = True
-
+def test_make_graphed_callables(deterministic):
     def run(scope):
         net, x = big_net()
         x.requires_grad_()
@@ -1043,9 +1049,7 @@ def test_make_graphed_callables():
 
 
 @pytest.mark.cuda
-def test_side_streams():
-    torch.backends.cudnn.deterministic = True
-
+def test_side_streams(deterministic):
     def run(scope):
         net, x = big_net()
         side = torch.cuda.Stream()
@@ -1067,9 +1071,7 @@ def test_side_streams():
 
 
 @pytest.mark.cuda
-def test_grad_scaler():
-    torch.backends.cudnn.deterministic = True
-
+def test_grad_scaler(deterministic):
     def run(scope):
         net, x = big_net()
         optimizer, scaler = torch.optim.SGD(net.parameters(), 1e-2), torch.amp.GradScaler("cuda")
@@ -1101,9 +1103,7 @@ def test_memory_is_constant_on_a_gpu():
 
 
 @pytest.mark.cuda(gpus=2)
-def test_two_gpus_in_a_process():
-    torch.backends.cudnn.deterministic = True
-
+def test_two_gpus_in_a_process(deterministic):
     def run(scope):
         net, x = big_net()
         first, second = net[:3], net[3:].to("cuda:1")

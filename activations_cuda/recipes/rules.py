@@ -1,8 +1,8 @@
 """The rules: how an op's output follows from its operands, by the name of the op's node in autograd's graph.
 
-A rule takes a :class:`Step` and returns a formula, its operands and its arguments: the output is formula(*operands,
-*arguments). Operands are values or numbers. A tuple of formulas in the formula's place are candidates, of which the one that
-gives PyTorch's bits is chosen (:mod:`.verification`); no other is taken on trust either. :func:`op` makes the rule of most ops.
+A rule gives a formula, its operands and its arguments: the output is formula(*operands, *arguments). Operands are values or
+numbers. Most rules are data, which :func:`op` makes; any other is a function of a :class:`Step`. Where the formula may be one
+of several, its place has ``Candidates``; none is taken on trust (:mod:`.verification`).
 
 To add one, find the node's name (``tensor.grad_fn.name()``) and what it saves (``dir(tensor.grad_fn)``, ``_saved_...``). A
 formula must repeat its op to the bit, so no matrix products, convolutions, random numbers, or sums in any order.
@@ -95,8 +95,8 @@ def _at_first(mask, tensor):
 
 def masked_fill(step: Step) -> Result:
     """The node doesn't save the number, which the tensor has wherever the mask is true."""
-    mask = step.saved("mask")
-    return torch.where, (mask, step.constant(_at_first, mask), step.operand(0)), ()
+    input, mask = step.operand(0), step.saved("mask")
+    return torch.where, (mask, step.constant(_at_first, mask), input), ()
 
 
 def threshold(step: Step) -> Result:

@@ -110,7 +110,7 @@ class Step:
             return _C.recipes.keep(value.tensor().clone(), self._hook.outer)
 
     def arguments(self, *names: str) -> tuple[Any, ...]:
-        return tuple(_signed(getattr(self.node, "_saved_" + name)) for name in names)
+        return tuple(_C.recipes.argument(self.node, "_saved_" + name) for name in names)
 
     def constant(self, read: Callable[..., Tensor], *operands: Any) -> Any:
         """A number that the node doesn't save, read from the tensor itself without waiting for the device."""
@@ -128,10 +128,3 @@ class Step:
     def norm(self, weight: Any) -> Any:
         """The module whose weight this value is, if the scope was given its model."""
         return self._hook.norm(weight)
-
-
-def _signed(argument):
-    """Nodes hand out negative dimensions as unsigned numbers."""
-    if type(argument) is int and argument >= 1 << 63:
-        return argument - (1 << 64)
-    return tuple(map(_signed, argument)) if isinstance(argument, (tuple, list)) else argument

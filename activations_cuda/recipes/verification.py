@@ -41,6 +41,8 @@ class Candidates:
     def choose(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Formula | None:
         generator = torch.Generator(input.device).manual_seed(0)
         formulas = list(self.formulas)
+        count = sum(isinstance(each, Tensor) for each in others)
+        arguments = others[count:]
         for _ in range(max(4, min(MAX_TRIALS, ELEMENTS_TRIED // max(1, input.numel())))):
             if weight is not None:
                 weight = torch.empty_like(weight).normal_(generator=generator)
@@ -48,19 +50,18 @@ class Candidates:
                 # Where product and bias cancel out, what is left is how they were rounded: half types show it too.
                 product = self.first(input, *others).double()
                 bias = (product if weight is None else product * weight).neg().to(bias.dtype)
-            formulas = [formula for formula in formulas if self._fits(formula, input, weight, bias, others)]
+            output, *found = self.op(input, weight, bias, *arguments)
+            operands = input, weight, bias, *found[:count], *arguments
+            formulas = [formula for formula in formulas if _fits(formula, operands, output)]
         return formulas[0] if formulas else None
 
-    def _fits(self, formula, input, weight, bias, others):
-        statistics = [each for each in others if isinstance(each, Tensor)]
-        arguments = others[len(statistics) :]
-        output, *found = self.op(input, weight, bias, *arguments)
-        try:
-            result = formula(input, weight, bias, *found[: len(statistics)], *arguments)
-        except (RuntimeError, NotImplementedError) as error:  # an op that isn't for this device or dtype
-            log.debug("recompute: %s: %s", formula.__name__, error)
-            return False
-        return is_identical(result, output)
+
+def _fits(formula, operands, output):
+    try:
+        return is_identical(formula(*operands), output)
+    except RuntimeError as error:  # an op that isn't for this device or dtype
+        log.debug("recompute: %s: %s", formula.__name__, error)
+        return False
 
 
 def is_identical(a: Tensor, b: Tensor) -> bool:

@@ -188,7 +188,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   py::module_ of_recipes = module.def_submodule("recipes");
   recipes::add_hook(of_recipes);
-  module.def("saves_inputs", saves_inputs);
   module.def("save_inputs", save_inputs);
 
   // Or Python would show a node as a CppFunction.

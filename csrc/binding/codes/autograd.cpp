@@ -130,10 +130,6 @@ namespace {
 thread_local bool saves_inputs_ = false;
 }
 
-bool saves_inputs() {
-  return saves_inputs_;
-}
-
 void save_inputs(bool does) {
   saves_inputs_ = does;
 }

@@ -11,7 +11,6 @@ namespace fastact {
 
 // Whether this thread saves what PyTorch's ops save instead of an output and a code: where recipes replace outputs, a code
 // costs more than an input that somebody keeps anyway.
-bool saves_inputs();
 void save_inputs(bool does);
 
 // Whether kernels may save a code in the place of the input: a gradient in reverse mode is wanted, and none in forward mode.

@@ -86,12 +86,13 @@ py::object wrapped(const NodePointer& node) {
 
 py::object name_of(const Node& node) {
   static auto& names = *new std::unordered_map<std::type_index, py::object>();
-  if (std::string_view(typeid(node).name()).find("PyNode") != std::string_view::npos) {  // one class for all of Python's
-    return py::str(node.name());
+  const auto known = names.find(typeid(node));
+  if (known != names.end()) {
+    return known->second;
   }
-  py::object& name = names[typeid(node)];
-  if (!name) {
-    name = py::str(node.name());
+  py::object name = py::str(node.name());
+  if (std::string_view(typeid(node).name()).find("PyNode") == std::string_view::npos) {  // one class for all of Python's
+    names.emplace(typeid(node), name);
   }
   return name;
 }
@@ -266,15 +267,13 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
   for (const py::handle argument : py::reinterpret_borrow<py::tuple>(recipe.arguments)) {
     numbers.push_back(number_of_object(argument));
   }
-  numbers.insert(numbers.end(), recipe.sizes.begin(), recipe.sizes.end());
+  append(numbers, recipe.sizes);
   if (step.tensor) {
-    recipe.strides = step.tensor->strides();
-    recipe.has_strides = true;
-    numbers.insert(numbers.end(), recipe.strides.begin(), recipe.strides.end());
-    numbers.push_back(static_cast<int64_t>(step.tensor->_version()));  // in place or not
+    recipe.take_layout_of(*step.tensor);
+    append(numbers, recipe.strides);
+    numbers.push_back(recipe.version);  // in place or not
   }
-  numbers.push_back(static_cast<int64_t>(c10::typeMetaToScalarType(meta.dtype())));
-  numbers.push_back(static_cast<int64_t>(meta.device().type()) << 8 | (meta.device().index() & 0xff));
+  append(numbers, c10::typeMetaToScalarType(meta.dtype()), meta.device());
   recipe.configuration = number_of(numbers);
 
   const auto known = chosen().find(recipe.configuration);
@@ -370,7 +369,6 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
     return {};
   }
   Value& recipe = value_of(object);
-  recipe.version = static_cast<int64_t>(tensor._version());
   if (attribute(hook, NAME("assumes")).ptr() != Py_True) {
     if (recipe.version > recipe.max_writes) {
       return {};  // somebody has written to it since its op
@@ -388,29 +386,32 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
   return object;
 }
 
-py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
+// A recipe that no node made: this tensor is formula(operand, *arguments). `numbers` tell it from others of the same geometry.
+py::object recipe_of(
+    const char* source, const py::object& formula, const py::object& operand, const py::tuple& arguments,
+    const at::Tensor& tensor, Configuration numbers) {
   py::object object = make_value();
-  Value& recipe = value_of(object);
-  Value& value = value_of(base);
-  const int64_t offset = view.storage_offset() - of.storage_offset();
-  recipe.version = static_cast<int64_t>(view._version());
-  recipe.source = py::str("view");
-  recipe.sizes = view.sizes();
-  recipe.strides = view.strides();
-  recipe.has_strides = true;
-  recipe.formula = callbacks->as_strided;
-  recipe.operands = {base};
-  recipe.arguments = py::make_tuple(
-      py::tuple(py::cast(std::vector<int64_t>(recipe.sizes.begin(), recipe.sizes.end()))),
-      py::tuple(py::cast(std::vector<int64_t>(recipe.strides.begin(), recipe.strides.end()))), offset);
-  recipe.roots = value.is_recipe() ? value.roots : std::vector<py::object>{base};
+  Value &recipe = value_of(object), &value = value_of(operand);
+  recipe.take_layout_of(tensor);
+  recipe.source = py::str(source);
+  recipe.formula = formula;
+  recipe.operands = {operand};
+  recipe.arguments = arguments;
+  recipe.roots = value.is_recipe() ? value.roots : std::vector<py::object>{operand};
   recipe.depth = value.depth + 1;
-  Configuration numbers = {-3, configuration_of(value), offset};
-  numbers.insert(numbers.end(), recipe.sizes.begin(), recipe.sizes.end());
-  numbers.insert(numbers.end(), recipe.strides.begin(), recipe.strides.end());
+  numbers.push_back(configuration_of(value));
+  append(numbers, recipe.sizes);
+  append(numbers, recipe.strides);
   recipe.configuration = number_of(numbers);
   ++value.readers;
   return object;
+}
+
+py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
+  const auto numbers_of = [](at::IntArrayRef numbers) { return py::tuple(py::cast(numbers.vec())); };
+  const int64_t offset = view.storage_offset() - of.storage_offset();
+  const py::tuple geometry = py::make_tuple(numbers_of(view.sizes()), numbers_of(view.strides()), offset);
+  return recipe_of("view", callbacks->as_strided, base, geometry, view, {-3, offset});
 }
 
 // A view, as its base's value and a geometry; null where the hooks outside would be given more than the view.
@@ -540,6 +541,7 @@ void add_hook(py::module_& module) {
     const torch::autograd::Edge& edge = node_behind(node)->next_edge(i);
     return edge.function ? or_underivable(find(hook, edge.function, edge.input_nr, depth + 1)) : py::object(py::none());
   });
+  module.def("argument", [](py::handle node, py::handle name) { return with_sign(attribute(node, name.ptr())); });
   module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });
   module.def("keep", [](py::handle tensor, const py::object& hooks) {
     return keep(THPVariable_Unpack(tensor.ptr()), py::none(), hooks);
@@ -553,24 +555,9 @@ void add_hook(py::module_& module) {
   module.def("view_of", [](const py::object& base, py::handle view, py::handle of) {
     return view_of(base, THPVariable_Unpack(view.ptr()), THPVariable_Unpack(of.ptr()));
   });
-  // A recipe that no node made: formula(operand, *arguments) is what this tensor is.
   module.def(
       "recipe_of", [](const py::object& formula, const py::object& operand, const py::tuple& arguments, py::handle tensor) {
-        const at::Tensor& replaced = THPVariable_Unpack(tensor.ptr());
-        py::object object = make_value();
-        Value& recipe = value_of(object);
-        recipe.version = static_cast<int64_t>(replaced._version());
-        recipe.source = py::str("bits");
-        recipe.sizes = replaced.sizes();
-        recipe.strides = replaced.strides();
-        recipe.has_strides = true;
-        recipe.formula = formula;
-        recipe.operands = {operand};
-        recipe.arguments = arguments;
-        recipe.roots = {operand};
-        recipe.depth = 1;
-        ++value_of(operand).readers;
-        return object;
+        return recipe_of("bits", formula, operand, arguments, THPVariable_Unpack(tensor.ptr()), {-4});
       });
   module.def("choose", [](int64_t configuration, const py::object& formula) { chosen()[configuration] = formula; });
   module.def("chosen", [] {

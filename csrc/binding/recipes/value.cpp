@@ -1,7 +1,6 @@
 #include "value.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -99,8 +98,17 @@ int64_t current_stream(const at::Tensor& tensor) {
       sizes, "], ", what, ", is at version ", found, "; expected version ", expected, " instead. (activations_cuda.recompute)");
 }
 
-at::Tensor with_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
+// The tensor, or a copy that has these strides, whatever they are.
+at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
   return tensor.strides() == strides ? tensor : at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor);
+}
+
+int64_t configuration_of(const at::Tensor& tensor) {
+  Configuration numbers = {-1, tensor.storage_offset() % 16};  // whether kernels read it in vectors
+  append(numbers, tensor.scalar_type(), tensor.device());
+  append(numbers, tensor.sizes());
+  append(numbers, tensor.strides());
+  return number_of(numbers);
 }
 
 auto& in_place() {
@@ -145,6 +153,13 @@ void Value::leave_registry() {
       registry().erase(found);
     }
   }
+}
+
+void Value::take_layout_of(const at::Tensor& tensor) {
+  version = static_cast<int64_t>(tensor._version());
+  sizes = tensor.sizes();
+  strides = tensor.strides();
+  has_strides = true;
 }
 
 bool Value::stands_for(const at::Tensor& tensor) const {
@@ -229,7 +244,7 @@ at::Tensor Value::compute(bool* is_temporary) {
     TORCH_CHECK_TYPE(
         THPVariable_Check(result.ptr()), "recompute: expected a tensor of an unpack hook, got ",
         Py_TYPE(result.ptr())->tp_name);
-    return with_strides(THPVariable_Unpack(result.ptr()), strides);
+    return in_strides(THPVariable_Unpack(result.ptr()), strides);
   }
   PyObject* called = formula.ptr();
   c10::SmallVector<py::object, 8> given;
@@ -264,7 +279,7 @@ at::Tensor Value::compute(bool* is_temporary) {
       THPVariable_Check(result.ptr()), "recompute: expected a tensor of a formula, got ", Py_TYPE(result.ptr())->tp_name);
   const bool is_new = Py_REFCNT(result.ptr()) == 1;
   const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
-  const at::Tensor strided = has_strides ? with_strides(tensor, strides) : tensor;
+  const at::Tensor strided = has_strides ? in_strides(tensor, strides) : tensor;
   if (is_temporary) {
     *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
   }
@@ -302,13 +317,11 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
     return object;
   }
   if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
-    value.sizes = tensor.sizes();
-    value.strides = tensor.strides();
-    value.has_strides = true;
+    value.take_layout_of(tensor);
+    value.configuration = configuration_of(tensor);
   }
   const py::tuple pair = hooks;
   value.unpack_outside = pair[1];
-  configuration_of(value);
   value.held_outside = pair[0](py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
   return object;
 }
@@ -322,20 +335,18 @@ int64_t number_of(const Configuration& configuration) {
   return numbers.emplace(configuration, static_cast<int64_t>(numbers.size())).first->second;
 }
 
+void append(Configuration& numbers, at::IntArrayRef others) {
+  numbers.insert(numbers.end(), others.begin(), others.end());
+}
+
+void append(Configuration& numbers, at::ScalarType dtype, c10::Device device) {
+  numbers.push_back(static_cast<int64_t>(dtype));
+  numbers.push_back(static_cast<int64_t>(device.type()) << 8 | (device.index() & 0xff));
+}
+
 int64_t configuration_of(Value& value) {
   if (value.configuration < 0) {
-    // Where a tensor begins decides whether kernels read it in vectors.
-    Configuration numbers = {-1};
-    if (value.held.defined()) {
-      numbers.push_back(static_cast<int64_t>(value.held.scalar_type()));
-      numbers.push_back(static_cast<int64_t>(value.held.device().type()) << 8 | (value.held.device().index() & 0xff));
-      numbers.push_back(value.held.storage_offset() % 16);
-    }
-    const at::IntArrayRef sizes = value.held.defined() ? value.held.sizes() : value.sizes;
-    const at::IntArrayRef strides = value.held.defined() ? value.held.strides() : value.strides;
-    numbers.insert(numbers.end(), sizes.begin(), sizes.end());
-    numbers.insert(numbers.end(), strides.begin(), strides.end());
-    value.configuration = number_of(numbers);
+    value.configuration = configuration_of(value.held);  // others have theirs
   }
   return value.configuration;
 }

@@ -49,6 +49,8 @@ struct Value {
   // Raises autograd's error if what it is, or what it replaces, was written to.
   void check_unwritten() const;
   void leave_registry();
+  // Takes over the version, sizes and strides of the tensor that it stands for.
+  void take_layout_of(const at::Tensor& tensor);
   bool remembers() const { return remembered_.defined(); }
 
   int64_t version = 0;
@@ -98,6 +100,8 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
 // Formulas that write to their first operand, by those that don't: for temporaries.
 void set_in_place(const py::dict& formulas);
 
+void append(Configuration& numbers, at::IntArrayRef others);
+void append(Configuration& numbers, at::ScalarType dtype, c10::Device device);
 // The number that stands for a configuration.
 int64_t number_of(const Configuration& configuration);
 // The same for a value.
