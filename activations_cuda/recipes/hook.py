@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from activations_cuda import _C
-from activations_cuda.recipes import masks
+from activations_cuda.recipes import masks, programs
 from activations_cuda.recipes.rules import IN_PLACE, OF_ALL_OUTPUTS, RULES, Op
 from activations_cuda.recipes.step import Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
@@ -89,6 +89,7 @@ def _as_strided(base, shape, stride, offset):
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
+_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, masks.unpack)
 _C.recipes.set_up(
     rules=RULES,
     in_place=IN_PLACE,

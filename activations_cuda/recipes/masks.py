@@ -34,7 +34,7 @@ def value_of(hook: Any, tensor: Tensor) -> Any:
     if value is None:
         with computing():
             bits = _C.recipes.keep(_pack(base), hook.outer)
-        value = _C.recipes.recipe_of(_unpack, bits, (base.shape, base.stride()), base)
+        value = _C.recipes.recipe_of(unpack, bits, (base.shape, base.stride()), base)
         _packed[base] = base._version, weakref.ref(value), weakref.ref(hook)
     return value if base is tensor else _C.recipes.view_of(value, tensor, base)
 
@@ -51,7 +51,7 @@ def _pack(mask):
     return eights.mul(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
 
 
-def _unpack(packed, shape, stride):
+def unpack(packed, shape, stride):
     bools = _spread(packed.device).index_select(0, packed.to(torch.int32)).view(torch.bool)
     return bools.as_strided(shape, stride)
 

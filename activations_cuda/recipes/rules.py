@@ -137,11 +137,12 @@ def rrelu(step: Step) -> Result:
 
 
 def dropout(step: Step) -> Result:
-    return _scaled, (step.operand(0), step.saved("result1")), step.arguments("p")
+    (p,) = step.arguments("p")
+    return scaled, (step.operand(0), step.saved("result1")), (0.0 if p == 1 else 1 / (1 - p),)
 
 
-def _scaled(input, mask, p):
-    return input.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p))
+def scaled(input, mask, scale):
+    return input.mul(mask).mul_(scale)
 
 
 def where(step: Step) -> Result:

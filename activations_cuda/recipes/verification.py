@@ -38,9 +38,12 @@ class Candidates:
     op: Callable[..., tuple[Tensor, ...]]
     first: Callable[..., Tensor]
 
-    def choose(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Formula | None:
+    def choose(
+        self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
+    ) -> tuple[Formula, bool] | tuple[None, None]:
+        """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
         generator = torch.Generator(input.device).manual_seed(0)
-        formulas = list(self.formulas)
+        choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
         count = sum(isinstance(each, Tensor) for each in others)
         arguments = others[count:]
         for _ in range(max(4, min(MAX_TRIALS, ELEMENTS_TRIED // max(1, input.numel())))):
@@ -51,14 +54,17 @@ class Candidates:
                 product = self.first(input, *others).double()
                 bias = (product if weight is None else product * weight).neg().to(bias.dtype)
             output, *found = self.op(input, weight, bias, *arguments)
-            operands = input, weight, bias, *found[:count], *arguments
-            formulas = [formula for formula in formulas if _fits(formula, operands, output)]
-        return formulas[0] if formulas else None
+            operands = input, weight, bias, *found[:count]
+            choices = [choice for choice in choices if _fits(*choice, operands, arguments, output)]
+        return choices[0] if choices else (None, None)
 
 
-def _fits(formula, operands, output):
+def _fits(formula, fuses, operands, arguments, output):
     try:
-        return is_identical(formula(*operands), output)
+        if fuses:
+            found = _C.recipes.fused(formula, operands, arguments, output)
+            return found is not None and is_identical(found, output)
+        return is_identical(formula(*operands, *arguments), output)
     except RuntimeError as error:  # an op that isn't for this device or dtype
         log.debug("recompute: %s: %s", formula.__name__, error)
         return False
@@ -84,17 +90,20 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
         for each, formula in untried:
             if isinstance(formula, Candidates):
                 operands = [value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands]
-                each.formula = formula.choose(*operands, *each.arguments)
+                each.formula, each.fuses = formula.choose(*operands, *each.arguments)
                 if each.formula is None:
                     return _refuse(each, tensor)
         if not is_identical(recipe.compute(), tensor):
-            return _refuse(recipe, tensor)
+            for each, _ in untried:
+                each.fuses = False
+            if not is_identical(recipe.compute(), tensor):
+                return _refuse(recipe, tensor)
     for each, _ in untried:
-        _C.recipes.choose(each.configuration, each.formula)
+        _C.recipes.choose(each.configuration, each.formula, each.fuses)
     return True
 
 
 def _refuse(recipe, tensor):
     log.debug("recompute: %s: no formula fits, shape %s, %s: kept", recipe.source, list(tensor.shape), tensor.dtype)
-    _C.recipes.choose(recipe.configuration, None)
+    _C.recipes.choose(recipe.configuration, None, False)
     return False

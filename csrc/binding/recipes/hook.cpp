@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "../../torch_version.h"
+#include "fusion.h"
 #include "value.h"
 
 namespace fastact::recipes {
@@ -42,10 +43,16 @@ struct Callbacks {
 
 Callbacks* callbacks = nullptr;
 
-// The formulas that fit, by a recipe's configuration; None if none does.
+// The formula that fits, None if none does, and whether the kernel's has the same bits.
+struct Choice {
+  py::object formula;
+  bool fuses;
+};
+
+// By a recipe's configuration.
 auto& chosen() {
-  static auto& formulas = *new std::unordered_map<int64_t, py::object>();
-  return formulas;
+  static auto& choices = *new std::unordered_map<int64_t, Choice>();
+  return choices;
 }
 
 // While a recipe is made: those that haven't been verified, and those of its operands that nobody has saved.
@@ -273,19 +280,21 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
     append(numbers, recipe.strides);
     numbers.push_back(recipe.version);  // in place or not
   }
-  append(numbers, c10::typeMetaToScalarType(meta.dtype()), meta.device());
+  recipe.dtype = c10::typeMetaToScalarType(meta.dtype());
+  append(numbers, recipe.dtype, meta.device());
   recipe.configuration = number_of(numbers);
 
   const auto known = chosen().find(recipe.configuration);
   const bool is_known = known != chosen().end();
-  if (is_known && known->second.is_none()) {
+  if (is_known && known->second.formula.is_none()) {
     return false;
   }
   if ((!is_known || is_assumed) && Derivation::current) {
     Derivation::current->untried.append(py::make_tuple(object, recipe.formula));
   }
   if (is_known) {
-    recipe.formula = known->second;
+    recipe.formula = known->second.formula;
+    recipe.fuses = known->second.fuses;
   }
   for (const py::object& each : recipe.operands) {
     if (is_value(each)) {
@@ -559,11 +568,28 @@ void add_hook(py::module_& module) {
       "recipe_of", [](const py::object& formula, const py::object& operand, const py::tuple& arguments, py::handle tensor) {
         return recipe_of("bits", formula, operand, arguments, THPVariable_Unpack(tensor.ptr()), {-4});
       });
-  module.def("choose", [](int64_t configuration, const py::object& formula) { chosen()[configuration] = formula; });
+  module.def("choose", [](int64_t configuration, const py::object& formula, bool fuses) {
+    chosen()[configuration] = {formula, fuses};
+  });
+  module.def("set_programs", &set_programs);
+  module.def("fused", [](const py::object& formula, const py::tuple& operands, const py::tuple& arguments, py::handle like) {
+    py::object object = make_value();
+    Value& recipe = value_of(object);
+    recipe.take_layout_of(THPVariable_Unpack(like.ptr()));
+    recipe.formula = formula;
+    recipe.arguments = arguments;
+    for (const py::handle each : operands) {
+      recipe.operands.push_back(
+          THPVariable_Check(each.ptr()) ? keep(THPVariable_Unpack(each.ptr()), py::none(), py::none())
+                                        : py::reinterpret_borrow<py::object>(each));
+    }
+    const auto tensor = compute_fused(recipe, /*is_alone=*/true);
+    return tensor ? wrapped(*tensor) : py::object(py::none());
+  });
   module.def("chosen", [] {
     py::dict result;
-    for (const auto& [configuration, formula] : chosen()) {
-      result[py::int_(configuration)] = formula;
+    for (const auto& [configuration, choice] : chosen()) {
+      result[py::int_(configuration)] = choice.formula;
     }
     return result;
   });

@@ -1,5 +1,7 @@
 #include "value.h"
 
+#include "fusion.h"
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -157,6 +159,7 @@ void Value::leave_registry() {
 
 void Value::take_layout_of(const at::Tensor& tensor) {
   version = static_cast<int64_t>(tensor._version());
+  dtype = tensor.scalar_type();
   sizes = tensor.sizes();
   strides = tensor.strides();
   has_strides = true;
@@ -245,6 +248,12 @@ at::Tensor Value::compute(bool* is_temporary) {
         THPVariable_Check(result.ptr()), "recompute: expected a tensor of an unpack hook, got ",
         Py_TYPE(result.ptr())->tp_name);
     return in_strides(THPVariable_Unpack(result.ptr()), strides);
+  }
+  if (auto fused = compute_fused(*this)) {
+    if (is_temporary) {
+      *is_temporary = true;
+    }
+    return *std::move(fused);
   }
   PyObject* called = formula.ptr();
   c10::SmallVector<py::object, 8> given;
@@ -434,6 +443,12 @@ PyGetSetDef properties[] = {
        return 0;
      },
      nullptr, nullptr},
+    {"fuses", [](PyObject* self, void*) { return PyBool_FromLong(value_of(self).fuses); },
+     [](PyObject* self, PyObject* fuses, void*) {
+       value_of(self).fuses = fuses == Py_True;
+       return 0;
+     },
+     "whether it may be computed by this package's kernel, with others", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyObject* tensor_of(PyObject* self, PyObject*) {

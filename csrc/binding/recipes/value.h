@@ -37,6 +37,8 @@ struct Value {
   ~Value();
 
   bool is_recipe() const { return formula.ptr() != nullptr; }
+  at::ScalarType dtype_of() const { return held.defined() ? held.scalar_type() : dtype; }
+  at::IntArrayRef sizes_of() const { return held.defined() ? held.sizes() : at::IntArrayRef(sizes); }
 
   // Whether it is this tensor's: of the same version and layout, and nothing that it follows from was written to since.
   bool stands_for(const at::Tensor& tensor) const;
@@ -57,6 +59,7 @@ struct Value {
   int readers = 0;    // hooks' results and recipes
   py::object source;  // the name of the node, or none
   // Of the tensor, unless it is held. A recipe's result may have any strides if it replaces none.
+  at::ScalarType dtype = at::ScalarType::Undefined;
   at::DimVector sizes, strides;
   bool has_strides = false;
   int64_t configuration = -1;
@@ -71,6 +74,7 @@ struct Value {
   std::vector<py::object> operands;
   std::vector<py::object> roots;                 // the kept values that it follows from in the end
   std::optional<c10::VariableVersion> replaced;  // the version of the tensor that it replaces, which counts on
+  bool fuses = true;                             // whether it may be part of a program, see fusion.h
   int depth = 0;
   int max_writes = 0;  // of the tensor's version, those that its ops may have made themselves, in place
 

@@ -1,0 +1,489 @@
+#include "fusion.h"
+
+#include <ATen/Parallel.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "../../recipes/program.h"
+#include "../devices.h"
+#include "../dispatch.h"
+#include "../older_torch.h"
+#include "../strides.h"
+
+namespace fastact::recipes {
+namespace {
+
+// How the dimensions of an operand belong to the output's: as in broadcasting, or one for each channel, or for each group of
+// channels in each sample.
+enum class Place { broadcast, channels, groups };
+
+// A reference of a formula's step: to an operand of the formula, to an argument, or a number. The number also stands for an
+// operand that is None.
+struct FormulaReference {
+  int operand = -1, argument = -1;
+  Place place = Place::broadcast;
+  float number = 0;
+};
+
+struct FormulaStep {
+  Code code;
+  bool is_rounded;  // as the last one is
+  std::vector<FormulaReference> references;
+};
+
+struct Programs {
+  std::unordered_map<PyObject*, std::vector<FormulaStep>> steps;
+  py::object tabulated;    // formulas of one operand, of which there may be tables for half types
+  py::object table;        // (formula, arguments, like) -> a table, or None
+  py::object unpack_bits;  // the formula of packed masks
+};
+
+Programs* programs = nullptr;
+
+Code code_of(const std::string& name) {
+#define STEP(code, references) \
+  if (name == #code) {         \
+    return Code::code;         \
+  }
+  FASTACT_STEPS(STEP)
+#undef STEP
+  TORCH_CHECK_VALUE(false, "recompute: expected a step of recipes/program.h, got ", name);
+}
+
+FormulaReference reference_of(py::handle given) {
+  FormulaReference reference;
+  if (PyFloat_Check(given.ptr())) {
+    reference.number = py::cast<float>(given);
+    return reference;
+  }
+  const py::tuple fields = py::reinterpret_borrow<py::tuple>(given);
+  if (fields.size() == 1) {
+    reference.argument = py::cast<int>(fields[0]);
+    return reference;
+  }
+  const auto place = py::cast<std::string>(fields[1]);
+  reference.operand = py::cast<int>(fields[0]);
+  reference.place = place == "channels" ? Place::channels : place == "groups" ? Place::groups : Place::broadcast;
+  reference.number = py::cast<float>(fields[2]);
+  return reference;
+}
+
+bool is_half(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+bool is_float(at::ScalarType dtype) {
+  return dtype == at::kFloat || is_half(dtype);
+}
+
+Element element_of(at::ScalarType dtype) {
+  return dtype == at::kHalf ? Element::float16 : dtype == at::kBFloat16 ? Element::bfloat16 : Element::float32;
+}
+
+// Whether the CPU takes subnormals for zero, which tables and conversions know nothing of.
+bool flushes_subnormals() {
+  volatile float subnormal = 1e-40f;
+  return subnormal * 1.0f == 0.0f;
+}
+
+// What a program reads, in the order of its operands: a tensor that lies as an operand of these sizes and strides.
+struct Leaf {
+  Value* value;  // or none: a table
+  at::Tensor tensor;
+  Place place;
+  bool is_bits;
+};
+
+class Builder {
+ public:
+  explicit Builder(Value& root) : root_(&root) {}
+
+  // Appends what computes a recipe's element.
+  bool append(Value& recipe) {
+    if (!recipe.fuses || !is_float(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) || !note(recipe.dtype)) {
+      return false;
+    }
+    ++formulas_;
+    Value& first = value_of(recipe.operands[0]);
+    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && programs->tabulated.contains(recipe.formula)) {
+      return append_operand(first) && append_table(recipe, first) && end(recipe, 1);
+    }
+    const auto known = programs->steps.find(recipe.formula.ptr());
+    if (known == programs->steps.end()) {
+      return false;
+    }
+    const auto& steps = known->second;
+    const bool is_binary = steps.size() == 1 && (steps[0].code == Code::add || steps[0].code == Code::multiply);
+    if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
+      return append_binary(recipe, steps[0], first, value_of(recipe.operands[1]));
+    }
+    if (!append_operand(first)) {
+      return false;
+    }
+    for (const FormulaStep& step : steps) {
+      if (!append_step(recipe, step)) {
+        return false;
+      }
+    }
+    return end(recipe, steps.size());
+  }
+
+  // Whether one pass of this is better than PyTorch's ops.
+  bool is_worth_it() const { return formulas_ > 1 || has_norm_; }
+
+  std::optional<at::Tensor> run();
+
+ private:
+  bool note(at::ScalarType dtype) {
+    if (is_half(dtype)) {
+      const bool is_other = half_ != at::ScalarType::Undefined && half_ != dtype;
+      half_ = dtype;
+      return !is_other;
+    }
+    return true;
+  }
+
+  // The element is an operand's: computed as part of this program, or read.
+  bool append_operand(Value& value) {
+    if (is_to_be_inlined(value)) {
+      return true;
+    }
+    Step step = {Code::load, Element::float32, {}};
+    return add_leaf(value, Place::broadcast, &step.reference[0]) && add(step);
+  }
+
+  // Appends it if it can be part of this program and is better so. What has other readers is computed once for all of them,
+  // unless it takes no more reading than its own tensor would.
+  bool is_to_be_inlined(Value& value) {
+    if (!can_be_inlined(value)) {
+      return false;
+    }
+    const Builder before = *this;
+    if (append(value) && (value.readers < 2 || dense_ <= before.dense_ + 1)) {
+      return true;
+    }
+    *this = before;
+    return false;
+  }
+
+  bool can_be_inlined(const Value& value) const {
+    return value.is_recipe() && !value.remembers() && at::IntArrayRef(value.sizes) == at::IntArrayRef(root_->sizes);
+  }
+
+  // x + alpha * y or x * y, where either may be part of the program, or both.
+  bool append_binary(Value& recipe, const FormulaStep& formula, Value& x, Value& y) {
+    for (const Value* each : {&x, &y}) {
+      if (each->dtype_of() != recipe.dtype && recipe.dtype != at::kFloat) {
+        return false;  // rounded before the op
+      }
+    }
+    Step step = {formula.code, Element::float32, {}};
+    if (formula.references.size() > 1 && !set_number(recipe, formula.references[1], &step.reference[1])) {
+      return false;
+    }
+    const bool is_commutative = formula.references.size() == 1 || step.reference[1].number == 1;
+    const bool has_stash = uses_stash_;
+    const Builder before = *this;
+    if (is_commutative && !has_stash && is_to_be_inlined(y)) {
+      const Builder with_y = *this;
+      if (!uses_stash_ && can_be_inlined(x)) {
+        add({Code::stash, Element::float32, {}});
+        uses_stash_ = true;
+        if (is_to_be_inlined(x)) {
+          step.reference[0].operand = Reference::kStash;
+          return add(step) && end(recipe, 1);
+        }
+        *this = with_y;
+      }
+      return add_leaf(x, Place::broadcast, &step.reference[0]) && add(step) && end(recipe, 1);
+    }
+    *this = before;
+    return append_operand(x) && add_leaf(y, Place::broadcast, &step.reference[0]) && add(step) && end(recipe, 1);
+  }
+
+  bool append_table(Value& recipe, Value& input) {
+    table_for_.push_back({leaves_.size(), &recipe});
+    leaves_.push_back({nullptr, {}, Place::broadcast, false});
+    Step step = {Code::look_up, Element::float32, {}};
+    step.reference[0].operand = static_cast<int8_t>(leaves_.size() - 1);
+    return leaves_.size() <= Program::kMaxOperands && add(step);
+  }
+
+  bool append_step(Value& recipe, const FormulaStep& formula) {
+    Step step = {formula.code, formula.is_rounded ? element_of(recipe.dtype) : Element::float32, {}};
+    has_norm_ |= formula.references.size() == Step::kMaxReferences;
+    for (size_t k = 0; k < formula.references.size(); ++k) {
+      const FormulaReference& reference = formula.references[k];
+      const bool is_operand = reference.operand >= 0 && is_value(recipe.operands[reference.operand]);
+      const bool is_set = is_operand ? add_leaf(value_of(recipe.operands[reference.operand]), reference.place, &step.reference[k])
+                                     : set_number(recipe, reference, &step.reference[k]);
+      if (!is_set) {
+        return false;
+      }
+    }
+    return add(step);
+  }
+
+  // A reference to a number: of the formula, an argument, or an operand that is one or None.
+  static bool set_number(const Value& recipe, const FormulaReference& reference, Reference* to) {
+    PyObject* given = reference.operand >= 0    ? recipe.operands[reference.operand].ptr()
+                      : reference.argument >= 0 ? PyTuple_GetItem(recipe.arguments.ptr(), reference.argument)
+                                                : Py_None;
+    *to = {Reference::kNumber, reference.number};
+    if (given == Py_None) {
+      return reference.argument < 0;
+    }
+    if (!PyFloat_Check(given) && !PyLong_Check(given)) {
+      return false;
+    }
+    to->number = static_cast<float>(PyFloat_AsDouble(given));
+    return true;
+  }
+
+  bool add_leaf(Value& value, Place place, Reference* reference) {
+    const bool is_bits = value.is_recipe() && value.formula.is(programs->unpack_bits);
+    if (leaves_.size() == Program::kMaxOperands || (!is_bits && (!is_float(value.dtype_of()) || !note(value.dtype_of())))) {
+      return false;
+    }
+    reference->operand = static_cast<int8_t>(leaves_.size());
+    leaves_.push_back({&value, {}, place, is_bits});
+    dense_ += !is_bits && value.sizes_of() == at::IntArrayRef(root_->sizes);
+    return true;
+  }
+
+  bool add(const Step& step) {
+    steps_.push_back(step);
+    return steps_.size() <= Program::kMaxSteps;
+  }
+
+  // An op stored its result in its dtype. One without steps of its own is a cast.
+  bool end(const Value& recipe, size_t own_steps) {
+    Element& rounded_to = steps_.back().rounded_to;
+    if (own_steps > 0 || rounded_to == Element::float32) {
+      rounded_to = element_of(recipe.dtype);
+    }
+    return true;
+  }
+
+  Value* root_;
+  std::vector<Step> steps_;
+  std::vector<Leaf> leaves_;
+  std::vector<std::pair<size_t, Value*>> table_for_;
+  at::ScalarType half_ = at::ScalarType::Undefined;
+  int formulas_ = 0, dense_ = 0;
+  bool has_norm_ = false, uses_stash_ = false;
+};
+
+// The output's dimensions and, for each of them, the strides of all that a program reads.
+struct Geometry {
+  at::DimVector sizes;
+  std::vector<at::DimVector> strides;  // the first is the output's
+
+  // A dimension as two, the inner of which has so many elements.
+  void split(size_t dim, int64_t inner) {
+    sizes.insert(sizes.begin() + dim + 1, inner);
+    sizes[dim] /= inner;
+    for (auto& each : strides) {
+      each.insert(each.begin() + dim + 1, each[dim]);
+      each[dim] *= inner;
+    }
+  }
+
+  // In a program: from the innermost dimension outwards, with as few as possible. False if it has no room for them.
+  bool write(Program* program) const {
+    program->dims = 0;
+    for (const int64_t dim : inner_to_outer(sizes, strides[0])) {
+      const int inner = program->dims - 1;
+      bool continues = inner >= 0;
+      for (int k = 0; continues && k < program->operands; ++k) {
+        continues = strides[k + 1][dim] == program->operand[k].stride[inner] * program->size[inner];
+      }
+      if (continues) {
+        program->size[inner] *= sizes[dim];
+        continue;
+      }
+      if (program->dims == Program::kMaxDims) {
+        return false;
+      }
+      program->size[program->dims] = sizes[dim];
+      for (int k = 0; k < program->operands; ++k) {
+        program->operand[k].stride[program->dims] = strides[k + 1][dim];
+      }
+      ++program->dims;
+    }
+    if (program->dims == 0) {  // a single element
+      program->dims = 1;
+      program->size[0] = 1;
+      for (int k = 0; k < program->operands; ++k) {
+        program->operand[k].stride[0] = 0;
+      }
+    }
+    return true;
+  }
+};
+
+// The strides of an operand along the output's dimensions, if it fits them; in groups these have been split.
+std::optional<at::DimVector> strides_along(at::IntArrayRef output, at::IntArrayRef sizes, at::IntArrayRef strides, Place place) {
+  at::DimVector result(output.size(), 0);
+  if (place == Place::channels) {
+    if (sizes.size() != 1 || output.size() < 2 || sizes[0] != output[1]) {
+      return std::nullopt;
+    }
+    result[1] = strides[0];
+    return result;
+  }
+  if (sizes.size() > output.size()) {
+    return std::nullopt;
+  }
+  for (size_t k = 1; k <= sizes.size(); ++k) {
+    const int64_t size = sizes[sizes.size() - k];
+    if (size != 1 && size != output[output.size() - k]) {
+      return std::nullopt;
+    }
+    result[output.size() - k] = size == 1 ? 0 : strides[sizes.size() - k];
+  }
+  return result;
+}
+
+at::DimVector dense_strides(at::IntArrayRef sizes) {
+  at::DimVector strides(sizes.size());
+  int64_t next = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = next;
+    next *= std::max<int64_t>(sizes[dim], 1);
+  }
+  return strides;
+}
+
+// Whether PyTorch's own op on the CPU may round otherwise, in vectors and beyond them.
+bool is_for_cuda(const Step& step) {
+  return step.code == Code::silu || (step.code == Code::add && step.reference[1].number != 1);
+}
+
+void launch(const Program& program, const at::Tensor& output) {
+#if defined(FASTACT_CUDA)
+  if (output.is_cuda()) {
+    Cuda::launch(output, [&](cudaStream_t stream) { return cuda::run(program, stream); });
+    return;
+  }
+#endif
+  at::parallel_for(
+      0, output.numel(), at::internal::GRAIN_SIZE, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
+}
+
+at::Tensor empty_strided(const at::Tensor& like, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
+#if defined(FASTACT_CUDA)
+  if (like.is_cuda()) {
+    return at::Tensor(at::detail::empty_strided_cuda(sizes, strides, dtype, like.device()));
+  }
+#endif
+  return at::Tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
+}
+
+std::optional<at::Tensor> Builder::run() {
+  at::Tensor like;
+  for (Leaf& leaf : leaves_) {
+    if (leaf.value) {
+      leaf.tensor = (leaf.is_bits ? value_of(leaf.value->operands[0]) : *leaf.value).tensor();
+      like = like.defined() ? like : leaf.tensor;
+      if (leaf.tensor.device() != like.device() || !is_plain(leaf.tensor)) {
+        return std::nullopt;
+      }
+    }
+  }
+  if (like.is_cpu() && (flushes_subnormals() || std::any_of(steps_.begin(), steps_.end(), is_for_cuda))) {
+    return std::nullopt;
+  }
+  for (const auto& [leaf, recipe] : table_for_) {
+    const py::object table = programs->table(
+        recipe->formula, recipe->arguments, py::reinterpret_borrow<py::object>((PyObject*)torch::getTHPDtype(recipe->dtype)),
+        py::reinterpret_steal<py::object>(THPVariable_Wrap(like)));
+    if (table.is_none()) {
+      return std::nullopt;
+    }
+    leaves_[leaf].tensor = THPVariable_Unpack(table.ptr());
+  }
+  Geometry geometry;
+  geometry.sizes = root_->sizes;
+  const bool has_layout = like.sizes() == at::IntArrayRef(root_->sizes) && like.is_non_overlapping_and_dense();
+  geometry.strides.push_back(
+      root_->has_strides ? root_->strides : has_layout ? at::DimVector(like.strides()) : dense_strides(root_->sizes));
+  const at::DimVector strides = geometry.strides[0];
+  if (!is_dense(root_->sizes, strides) || c10::multiply_integers(root_->sizes) == 0) {
+    return std::nullopt;
+  }
+  int64_t groups = 0;
+  for (const Leaf& leaf : leaves_) {
+    std::optional<at::DimVector> along;
+    if (!leaf.value) {
+      along = at::DimVector(root_->sizes.size(), 0);
+    } else if (leaf.place == Place::groups) {
+      groups = leaf.tensor.size(1);
+      along = at::DimVector(root_->sizes.size(), 0);
+      (*along)[0] = leaf.tensor.stride(0);
+    } else if (leaf.is_bits) {
+      along = strides_along(root_->sizes, leaf.value->sizes, leaf.value->strides, leaf.place);
+    } else {
+      along = strides_along(root_->sizes, leaf.tensor.sizes(), leaf.tensor.strides(), leaf.place);
+    }
+    if (!along) {
+      return std::nullopt;
+    }
+    geometry.strides.push_back(*along);
+  }
+  if (groups > 0) {
+    geometry.split(1, root_->sizes[1] / groups);
+    for (size_t k = 0; k < leaves_.size(); ++k) {
+      if (leaves_[k].place == Place::groups) {
+        geometry.strides[k + 1][1] = leaves_[k].tensor.stride(1);
+      }
+    }
+  }
+  Program program = {};
+  program.operands = static_cast<int>(leaves_.size());
+  program.steps = static_cast<int>(steps_.size());
+  std::copy(steps_.begin(), steps_.end(), program.step);
+  for (size_t k = 0; k < leaves_.size(); ++k) {
+    program.operand[k].data = const_data(leaves_[k].tensor);
+    program.operand[k].element = leaves_[k].is_bits ? Element::bit : element_of(leaves_[k].tensor.scalar_type());
+  }
+  if (!geometry.write(&program)) {
+    return std::nullopt;
+  }
+  const at::Tensor output = empty_strided(like, root_->dtype, root_->sizes, strides);
+  program.output = output.data_ptr();
+  program.element = element_of(root_->dtype);
+  launch(program, output);
+  return output;
+}
+
+}  // namespace
+
+void set_programs(const py::dict& given, py::object tabulated, py::object table, py::object unpack_bits) {
+  programs = new Programs{{}, std::move(tabulated), std::move(table), std::move(unpack_bits)};
+  for (const auto& [formula, steps] : given) {
+    auto& of_formula = programs->steps[formula.ptr()];
+    formula.inc_ref();
+    for (const py::handle each : py::reinterpret_borrow<py::tuple>(steps)) {
+      const auto fields = py::reinterpret_borrow<py::tuple>(each);
+      FormulaStep step = {code_of(py::cast<std::string>(fields[0])), py::cast<bool>(fields[1]), {}};
+      for (const py::handle reference : py::reinterpret_borrow<py::tuple>(fields[2])) {
+        step.references.push_back(reference_of(reference));
+      }
+      of_formula.push_back(std::move(step));
+    }
+  }
+}
+
+std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
+  Builder builder(recipe);
+  return builder.append(recipe) && (is_alone || builder.is_worth_it()) ? builder.run() : std::nullopt;
+}
+
+}  // namespace fastact::recipes

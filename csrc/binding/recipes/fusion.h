@@ -1,0 +1,19 @@
+// Recipes of recipes as one program, which a kernel runs without writing what is between.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <optional>
+
+#include "value.h"
+
+namespace fastact::recipes {
+
+// What of formulas the kernels can compute, as recipes/programs.py says it.
+void set_programs(const py::dict& programs, py::object tabulated, py::object table, py::object unpack_bits);
+
+// The tensor of a recipe, if a program computes it in one pass and that is worth it. `is_alone`: even of a single formula.
+std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false);
+
+}  // namespace fastact::recipes

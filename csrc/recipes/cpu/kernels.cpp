@@ -1,0 +1,107 @@
+// The CPU's kernel: each step for a block of elements.
+#include <algorithm>
+
+#include "../steps.h"
+
+namespace fastact::cpu {
+namespace {
+
+constexpr int kBlock = 256;
+
+// Calls piece(offset in the block, its length, where it begins in each dimension) for what lies in one row.
+template <class Piece>
+void for_each_piece(const Program& program, int64_t begin, int64_t end, const Piece& piece) {
+  for (int64_t at = begin; at < end;) {
+    int64_t coordinate[Program::kMaxDims], i = at;
+    for (int dim = 0; dim < program.dims; ++dim) {
+      coordinate[dim] = i % program.size[dim];
+      i /= program.size[dim];
+    }
+    const int64_t length = std::min(end - at, program.size[0] - coordinate[0]);
+    piece(at - begin, length, coordinate);
+    at += length;
+  }
+}
+
+void load(const Program& program, const Program::Operand& operand, int64_t begin, int64_t end, float* to) {
+  for_each_piece(program, begin, end, [&](int64_t into, int64_t length, const int64_t* coordinate) {
+    int64_t offset = 0;
+    for (int dim = 0; dim < program.dims; ++dim) {
+      offset += coordinate[dim] * operand.stride[dim];
+    }
+    const int64_t stride = operand.stride[0];
+    if (operand.element == Element::bit) {
+      for (int64_t i = 0; i < length; ++i, offset += stride) {
+        to[into + i] = static_cast<float>(static_cast<const uint8_t*>(operand.data)[offset / 8] >> (offset % 8) & 1);
+      }
+      return;
+    }
+    with_element(operand.element, [&](auto zero) {
+      const auto* from = static_cast<const decltype(zero)*>(operand.data) + offset;
+      for (int64_t i = 0; i < length; ++i) {
+        to[into + i] = static_cast<float>(from[i * stride]);
+      }
+    });
+  });
+}
+
+void run_step(
+    const Program& program, const Step& step, int64_t begin, int64_t end, float* x, float* stashed,
+    float (&given)[Step::kMaxReferences][kBlock]) {
+  const int64_t n = end - begin;
+  const auto look_up = [&](const Program::Operand& table) {
+    with_element(table.element, [&](auto zero) {
+      using scalar_t = decltype(zero);
+      if constexpr (sizeof(scalar_t) == 2) {
+        for (int64_t i = 0; i < n; ++i) {
+          x[i] = static_cast<float>(static_cast<const scalar_t*>(table.data)[bits_of<scalar_t>(x[i])]);
+        }
+      }
+    });
+  };
+  with_code(step.code, [&](auto code) {
+    if constexpr (code.value == Code::stash) {
+      std::copy(x, x + n, stashed);
+    } else if constexpr (code.value == Code::look_up) {
+      look_up(program.operand[step.reference[0].operand]);
+    } else {
+      for (int k = 0; k < kReferences<code.value>; ++k) {
+        const Reference& reference = step.reference[k];
+        if (reference.operand >= 0) {
+          load(program, program.operand[reference.operand], begin, end, given[k]);
+        } else if (reference.operand == Reference::kStash) {
+          std::copy(stashed, stashed + n, given[k]);
+        } else {
+          std::fill(given[k], given[k] + n, reference.number);
+        }
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        x[i] = apply<code.value>(x[i], given[0][i], given[1][i], given[2][i], given[3][i]);
+      }
+    }
+  });
+  if (step.rounded_to != Element::float32) {
+    with_element(step.rounded_to, [&](auto zero) {
+      for (int64_t i = 0; i < n; ++i) {
+        x[i] = rounded<decltype(zero)>(x[i]);
+      }
+    });
+  }
+}
+
+}  // namespace
+
+void run(const Program& program, int64_t begin, int64_t end) {
+  float x[kBlock], stashed[kBlock], given[Step::kMaxReferences][kBlock] = {};
+  for (; begin < end; begin += kBlock) {
+    const int64_t last = std::min(end, begin + kBlock);
+    for (int i = 0; i < program.steps; ++i) {
+      run_step(program, program.step[i], begin, last, x, stashed, given);
+    }
+    with_element(program.element, [&](auto zero) {
+      std::copy(x, x + (last - begin), static_cast<decltype(zero)*>(program.output) + begin);
+    });
+  }
+}
+
+}  // namespace fastact::cpu

@@ -1,0 +1,112 @@
+// What the steps of a program compute, once for both devices.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cmath>
+
+#include "../bits/activations.h"
+#include "../host_device.h"
+#include "program.h"
+
+namespace fastact {
+
+template <Code code>
+constexpr int kReferences = 0;
+#define STEP(name, references) \
+  template <>                  \
+  constexpr int kReferences<Code::name> = references;
+FASTACT_STEPS(STEP)
+#undef STEP
+
+constexpr int references_of(Code code) {
+  constexpr int count[] = {
+#define STEP(name, references) references,
+      FASTACT_STEPS(STEP)
+#undef STEP
+  };
+  return count[static_cast<int>(code)];
+}
+
+FASTACT_HOST_DEVICE constexpr bool is_norm(Code code) {
+  return code == Code::batch_norm || code == Code::scaled_norm || code == Code::affine_norm || code == Code::layer_norm;
+}
+
+template <Code code>
+using CodeConstant = std::integral_constant<Code, code>;
+
+// Calls function(CodeConstant).
+template <class Function>
+FASTACT_HOST_DEVICE void with_code(Code code, const Function& function) {
+  switch (code) {
+#define STEP(name, references) \
+  case Code::name:             \
+    return function(CodeConstant<Code::name>());
+    FASTACT_STEPS(STEP)
+#undef STEP
+  }
+}
+
+FASTACT_HOST_DEVICE inline float fma(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return std::fma(a, b, c);
+#endif
+}
+
+// The normalisations have the references mean, 1/std, weight and bias. Each repeats some kernels of PyTorch's, with the
+// products and sums that compilers contract there.
+template <Code code>
+FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
+  if constexpr (code == Code::load) {
+    return a;
+  } else if constexpr (code == Code::add) {
+    return fma(a, b, x);
+  } else if constexpr (code == Code::multiply) {
+    return x * a;
+  } else if constexpr (code == Code::batch_norm) {  // ATen's
+    return fma(c * (x - a), b, d);
+  } else if constexpr (code == Code::scaled_norm) {  // cuDNN's
+    return fma(x - a, c * b, d);
+  } else if constexpr (code == Code::affine_norm) {  // ATen's of groups, and of batches on the CPU
+    const float scale = c * b;
+    return fma(x, scale, fma(-a, scale, d));
+  } else if constexpr (code == Code::layer_norm) {
+    return fma((x - a) * b, c, d);
+  } else if constexpr (code == Code::clamp) {
+    return clamp(x, a, b);
+  } else if constexpr (code == Code::silu) {
+    return x / (1.0f + std::exp(-x));
+  } else {
+    return x;
+  }
+}
+
+// Calls function(Type) with an element's type, of those that are floats.
+template <class Function>
+FASTACT_HOST_DEVICE void with_element(Element element, const Function& function) {
+  switch (element) {
+    case Element::float16:
+      return function(c10::Half());
+    case Element::bfloat16:
+      return function(c10::BFloat16());
+    default:
+      return function(float());
+  }
+}
+
+// A step's result as its op stored it.
+template <class scalar_t>
+FASTACT_HOST_DEVICE float rounded(float x) {
+  return static_cast<float>(static_cast<scalar_t>(x));
+}
+
+// A number's bits, as an index into a table of all numbers of its type.
+template <class scalar_t>
+FASTACT_HOST_DEVICE uint16_t bits_of(float x) {
+  return static_cast<scalar_t>(x).x;
+}
+
+}  // namespace fastact
