@@ -3,12 +3,13 @@
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from activations_cuda import _C
 from activations_cuda.recipes import masks, programs
 from activations_cuda.recipes.rules import IN_PLACE, OF_ALL_OUTPUTS, RULES, Op
-from activations_cuda.recipes.step import Step, Underivable, computing
+from activations_cuda.recipes.step import DTYPE, SHAPE, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
 unpack = _C.recipes.unpack
@@ -89,7 +90,7 @@ def _as_strided(base, shape, stride, offset):
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
-_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, masks.unpack)
+_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, masks.unpack, torch.reshape)
 _C.recipes.set_up(
     rules=RULES,
     in_place=IN_PLACE,
@@ -102,4 +103,6 @@ _C.recipes.set_up(
     is_right=_is_right,
     as_strided=_as_strided,
     failed=_failed,
+    shape=SHAPE,
+    dtype=DTYPE,
 )

@@ -5,6 +5,7 @@ x is the input, w the weight, b the bias; statistics are float32 for half types.
 where compilers contract PyTorch's.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -33,10 +34,24 @@ def _along_channels(x, *tensors):
     return [None if tensor is None else tensor.view(shape) for tensor in tensors]
 
 
-def _first_of_channels(x, mean, rstd, *_):
+def _closest(x, mean, rstd):
+    """Of each column the normalised element that is closest to 0."""
+    normalised = (x.double() - mean.double()) * rstd.double()
+    return normalised.gather(0, normalised.abs().argmin(0, keepdim=True))[0]
+
+
+SAMPLES, ROWS = 8, 512  # that it is looked for in
+
+
+def _closest_of_channels(x, mean, rstd, *_):
+    x, channels = x[:SAMPLES], x.size(1)
     groups = rstd.numel() if rstd.dim() == 1 else rstd.size(1)
-    mean, rstd = (each.reshape(-1)[:groups].repeat_interleave(x.size(1) // groups) for each in (mean, rstd))
-    return (x[0].reshape(x.size(1), -1)[:, 0] - mean) * rstd
+    mean, rstd = (
+        each.reshape(-1, groups)[:SAMPLES].expand(len(x), groups).repeat_interleave(channels // groups, 1).unsqueeze(2)
+        for each in (mean, rstd)
+    )
+    columns = torch.broadcast_tensors(x.reshape(len(x), channels, -1), mean, rstd)
+    return _closest(*(each.transpose(1, 2).flatten(0, 1) for each in columns))
 
 
 def _bias(step, i, weight):
@@ -63,7 +78,7 @@ STATISTICS = "result1", "result2"
 
 def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str) -> Op:
     """The rule of a batch norm whose node saves eps by this name."""
-    candidates = Candidates(formulas, op, _first_of_channels)
+    candidates = Candidates(formulas, op, _closest_of_channels)
 
     def otherwise(step: Step) -> Result:
         x, w = step.operand(0, "input"), step.operand(1, "weight")
@@ -132,8 +147,9 @@ def _layer_norm_op(x, w, b, shape):
     return torch.native_layer_norm(x, shape, w, b, EPS)
 
 
-def _first_of_rows(x, mean, rstd, shape, *_):
-    return (x.reshape(-1, *shape)[0] - mean.reshape(-1)[0]) * rstd.reshape(-1)[0]
+def _closest_of_rows(x, mean, rstd, shape, *_):
+    rows = x.reshape(-1, math.prod(shape))[:ROWS]
+    return _closest(rows, *(each.reshape(-1, 1)[:ROWS] for each in (mean, rstd))).view(shape)
 
 
 def _layer_norm_affine(x, w, b, mean, rstd, shape):
@@ -161,7 +177,7 @@ def _layer_norm_with_model(step: Step) -> Result:
 
 
 LAYER_NORM = Op(
-    Candidates((_layer_norm_affine,), _layer_norm_op, _first_of_rows),
+    Candidates((_layer_norm_affine,), _layer_norm_op, _closest_of_rows),
     ("input", "weight", "bias"),
     ("normalized_shape",),
     saved=STATISTICS,
@@ -199,7 +215,7 @@ def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups, *_):
     return y.to(x.dtype)
 
 
-_GROUP_NORM = Candidates((_group_norm_whole, _group_norm_affine, _group_norm_centred), _group_norm_op, _first_of_channels)
+_GROUP_NORM = Candidates((_group_norm_whole, _group_norm_affine, _group_norm_centred), _group_norm_op, _closest_of_channels)
 # Not saved from torch 2.15 on.
 _SAVES_EPS = hasattr(getattr(torch._C._functions, "NativeGroupNormBackward0", None), "_saved_eps")
 GROUPS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])
@@ -237,4 +253,4 @@ def _rms_norm(x, w, b, rstd, shape):
     return (y if w is None else y.mul_(w)).to(x.dtype)
 
 
-_RMS_NORM = Candidates((_rms_norm,), _rms_norm_op, _first_of_rows)
+_RMS_NORM = Candidates((_rms_norm,), _rms_norm_op, _closest_of_rows)

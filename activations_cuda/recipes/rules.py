@@ -17,7 +17,7 @@ from torch import Tensor
 
 from activations_cuda import _C
 from activations_cuda.recipes import norms
-from activations_cuda.recipes.step import LEAF, Op, Result, Step, Underivable
+from activations_cuda.recipes.step import DTYPE, LEAF, SHAPE, Op, Result, Step, Underivable
 
 aten = torch.ops.aten
 
@@ -34,11 +34,6 @@ def unsaved(formula: Callable[..., Tensor], *arguments: str, operands: int = 1) 
 
 def binary(formula: Callable[..., Tensor], *arguments: str) -> Op:
     return op(formula, *arguments, operands=("self", "other"))
-
-
-def shaped(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
-    """The rule of an op whose node doesn't save the shape of its output."""
-    return lambda step: (formula, (step.operand(0),), (step.shape,))
 
 
 def one_of(formula: Callable[..., Any], *arguments: str) -> Callable[[Step], Result]:
@@ -67,24 +62,15 @@ def same(input: Tensor) -> Tensor:
     return input
 
 
-def cast(step: Step) -> Result:
-    """A cast, either way. A float32 tensor that came from a half type goes back to it without loss if nobody kept that."""
+def narrowed(step: Step) -> Result:
+    """A cast of what nobody kept: a float32 tensor that came from a half type goes back to it without loss."""
     node, number = step.node.next_functions[0]
-    if node is None:
+    if node is None or node.name() == LEAF or step.tensor is None or step.meta.dtype is not torch.float32:
         raise Underivable
-    dtype = None
-    if node.name() != LEAF:
-        source = node._input_metadata[number]  # type: ignore[attr-defined]
-        if source.device != step.meta.device:
-            raise Underivable  # a copy between devices isn't cheap
-        dtype = source.dtype
-    try:
-        input = step.operand(0)
-    except Underivable:
-        if step.tensor is None or step.meta.dtype is not torch.float32 or dtype not in norms.HALVES:
-            raise
-        input = step.keep_operand(0, step.tensor.to(dtype))
-    return torch.Tensor.to, (input,), (step.meta.dtype,)
+    source = node._input_metadata[number]  # type: ignore[attr-defined]
+    if source.device != step.meta.device or source.dtype not in norms.HALVES:
+        raise Underivable
+    return torch.Tensor.to, (step.keep_operand(0, step.tensor.to(source.dtype)),), (step.meta.dtype,)
 
 
 def _at_first(mask, tensor):
@@ -263,7 +249,7 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "MaskedFillBackward0": masked_fill,
     "NativeDropoutBackward0": dropout,
     # casts and copies
-    "ToCopyBackward0": cast,
+    "ToCopyBackward0": Op(torch.Tensor.to, (None,), (DTYPE,), otherwise=narrowed),
     "CloneBackward0": unsaved(same),
     "AliasBackward0": unsaved(same),
     "CatBackward0": joined(torch.cat),
@@ -290,18 +276,18 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "UpsampleNearest3DBackward0": unsaved(aten.upsample_nearest3d, "output_size", "scales_d", "scales_h", "scales_w"),
     "AvgPool2DBackward0": op(aten.avg_pool2d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AvgPool3DBackward0": op(aten.avg_pool3d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
-    "AdaptiveAvgPool2DBackward0": lambda step: (adaptive_avg_pool2d, (step.operand(0, "self"),), (step.shape,)),
+    "AdaptiveAvgPool2DBackward0": op(adaptive_avg_pool2d, SHAPE),
     "MaxPool2DWithIndicesBackward0": op(max_pool2d, *WINDOW, "dilation", "ceil_mode"),
     "MaxPool3DWithIndicesBackward0": op(max_pool3d, *WINDOW, "dilation", "ceil_mode"),
     # views in the middle of a chain; one that is saved itself is its base and a geometry
-    "ViewBackward0": shaped(torch.reshape),
-    "UnsafeViewBackward0": shaped(torch.reshape),
-    "ReshapeAliasBackward0": shaped(torch.reshape),
-    "SqueezeBackward0": shaped(torch.reshape),
-    "SqueezeBackward1": shaped(torch.reshape),
-    "SqueezeBackward2": shaped(torch.reshape),
-    "UnsqueezeBackward0": shaped(torch.reshape),
-    "ExpandBackward0": shaped(torch.Tensor.expand),
+    "ViewBackward0": unsaved(torch.reshape, SHAPE),
+    "UnsafeViewBackward0": unsaved(torch.reshape, SHAPE),
+    "ReshapeAliasBackward0": unsaved(torch.reshape, SHAPE),
+    "SqueezeBackward0": unsaved(torch.reshape, SHAPE),
+    "SqueezeBackward1": unsaved(torch.reshape, SHAPE),
+    "SqueezeBackward2": unsaved(torch.reshape, SHAPE),
+    "UnsqueezeBackward0": unsaved(torch.reshape, SHAPE),
+    "ExpandBackward0": unsaved(torch.Tensor.expand, SHAPE),
     "TransposeBackward0": unsaved(torch.transpose, "dim0", "dim1"),
     "TBackward0": unsaved(torch.t),
     "PermuteBackward0": unsaved(torch.permute, "dims"),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 LEAF = "torch::autograd::AccumulateGrad"
+SHAPE, DTYPE = "shape of the output", "dtype of the output"
 
 
 class Underivable(Exception):
@@ -38,7 +39,7 @@ class Op:
     Args:
         formula: what computes the output.
         operands: of the op, by the names under which the node saves them; None: it doesn't, and the graph must tell.
-        arguments: names of what else it is given.
+        arguments: names of what else it is given, under which the node saves it; also SHAPE and DTYPE.
         saved: names of other tensors that the node saved, which are operands of the formula too.
         when: the name of what must be true.
         otherwise: a rule for when it isn't, when an operand isn't known, or when no formula fits.
@@ -57,7 +58,8 @@ class Op:
     ) -> None:
         self.formula, self.otherwise = formula, otherwise
         self.operands, self.saved = tuple(map(_as_packed, operands)), tuple(map(_as_packed, saved))
-        self.arguments, self.when = tuple("_saved_" + name for name in arguments), when and "_saved_" + when
+        self.arguments = tuple(name if name in (SHAPE, DTYPE) else "_saved_" + name for name in arguments)
+        self.when = when and "_saved_" + when
 
 
 def _as_packed(name):

@@ -22,6 +22,9 @@ Formula = Callable[..., Tensor]
 
 ELEMENTS_TRIED = 2**22  # at least, in at most so many trials
 MAX_TRIALS = 64
+# While formulas are left that differ: of a small tensor in a half type few elements show it.
+MAX_ELEMENTS_TRIED = 2**24
+MAX_TRIALS_TO_DECIDE = 1024
 
 
 @dataclass(eq=False)
@@ -31,12 +34,12 @@ class Candidates:
     Attributes:
         formulas: one of which is to fit.
         op: PyTorch's own, given (input, weight, bias, *arguments); returns the output and the statistics.
-        first: of (input, *statistics), the first normalised element for each of the weight.
+        closest: of (input, *statistics), the normalised element closest to 0 for each of the weight, in float64.
     """
 
     formulas: tuple[Formula, ...]
     op: Callable[..., tuple[Tensor, ...]]
-    first: Callable[..., Tensor]
+    closest: Callable[..., Tensor]
 
     def choose(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
@@ -46,13 +49,20 @@ class Candidates:
         choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
         count = sum(isinstance(each, Tensor) for each in others)
         arguments = others[count:]
-        for _ in range(max(4, min(MAX_TRIALS, ELEMENTS_TRIED // max(1, input.numel())))):
+        size = max(1, input.numel())
+        enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
+        for trial in range(max(enough, min(MAX_TRIALS_TO_DECIDE, MAX_ELEMENTS_TRIED // size))):
+            if trial >= enough and len({formula for formula, _ in choices}) < 2:
+                break
             if weight is not None:
                 weight = torch.empty_like(weight).normal_(generator=generator)
             if bias is not None:
-                # Where product and bias cancel out, what is left is how they were rounded: half types show it too.
-                product = self.first(input, *others).double()
-                bias = (product if weight is None else product * weight).neg().to(bias.dtype)
+                # Where summands cancel out, or are next to nothing, what is left is how they were rounded: half types show it too.
+                if trial % 2:
+                    bias = torch.empty_like(bias).normal_(std=2.0 ** -(trial % 24), generator=generator)
+                else:
+                    product = self.closest(input, *others)
+                    bias = (product if weight is None else product * weight).neg().to(bias.dtype)
             output, *found = self.op(input, weight, bias, *arguments)
             operands = input, weight, bias, *found[:count]
             choices = [choice for choice in choices if _fits(*choice, operands, arguments, output)]
@@ -61,10 +71,10 @@ class Candidates:
 
 def _fits(formula, fuses, operands, arguments, output):
     try:
-        if fuses:
-            found = _C.recipes.fused(formula, operands, arguments, output)
-            return found is not None and is_identical(found, output)
-        return is_identical(formula(*operands, *arguments), output)
+        if not fuses:
+            return is_identical(formula(*operands, *arguments), output)
+        found = _C.recipes.fused(formula, operands, arguments, output)
+        return found is not None and is_identical(found, output)
     except RuntimeError as error:  # an op that isn't for this device or dtype
         log.debug("recompute: %s: %s", formula.__name__, error)
         return False

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -42,6 +43,7 @@ struct Programs {
   py::object tabulated;    // formulas of one operand, of which there may be tables for half types
   py::object table;        // (formula, arguments, like) -> a table, or None
   py::object unpack_bits;  // the formula of packed masks
+  py::object reshape;      // and of views
 };
 
 Programs* programs = nullptr;
@@ -92,17 +94,18 @@ bool flushes_subnormals() {
   return subnormal * 1.0f == 0.0f;
 }
 
-// What a program reads, in the order of its operands: a tensor that lies as an operand of these sizes and strides.
+// What a program reads, in the order of its operands.
 struct Leaf {
   Value* value;  // or none: a table
-  at::Tensor tensor;
+  const Value* reader;
   Place place;
   bool is_bits;
+  at::Tensor tensor;
 };
 
 class Builder {
  public:
-  explicit Builder(Value& root) : root_(&root) {}
+  explicit Builder(Value& root) : root_(&root), sizes_(root.sizes) {}
 
   // Appends what computes a recipe's element.
   bool append(Value& recipe) {
@@ -112,7 +115,7 @@ class Builder {
     ++formulas_;
     Value& first = value_of(recipe.operands[0]);
     if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && programs->tabulated.contains(recipe.formula)) {
-      return append_operand(first) && append_table(recipe, first) && end(recipe, 1);
+      return append_operand(recipe, first) && append_table(recipe) && end(recipe, 1);
     }
     const auto known = programs->steps.find(recipe.formula.ptr());
     if (known == programs->steps.end()) {
@@ -123,7 +126,7 @@ class Builder {
     if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
       return append_binary(recipe, steps[0], first, value_of(recipe.operands[1]));
     }
-    if (!append_operand(first)) {
+    if (!append_operand(recipe, first)) {
       return false;
     }
     for (const FormulaStep& step : steps) {
@@ -150,30 +153,43 @@ class Builder {
   }
 
   // The element is an operand's: computed as part of this program, or read.
-  bool append_operand(Value& value) {
-    if (is_to_be_inlined(value)) {
+  bool append_operand(const Value& reader, Value& value) {
+    if (is_to_be_inlined(reader, value)) {
       return true;
     }
     Step step = {Code::load, Element::float32, {}};
-    return add_leaf(value, Place::broadcast, &step.reference[0]) && add(step);
+    return add_leaf(reader, value, Place::broadcast, &step.reference[0]) && add(step);
   }
 
   // Appends it if it can be part of this program and is better so. What has other readers is computed once for all of them,
   // unless it takes no more reading than its own tensor would.
-  bool is_to_be_inlined(Value& value) {
-    if (!can_be_inlined(value)) {
+  bool is_to_be_inlined(const Value& reader, Value& value) {
+    if (!can_be_inlined(reader, value)) {
       return false;
     }
     const Builder before = *this;
-    if (append(value) && (value.readers < 2 || dense_ <= before.dense_ + 1)) {
+    Value* found = &value;
+    if (value.formula.is(programs->reshape) && has_dense_sizes(reader) && is_value(value.operands[0])) {
+      found = &value_of(value.operands[0]);  // in whose sizes the program counts
+      if (!found->is_recipe() || found->remembers()) {
+        return false;
+      }
+      sizes_ = found->sizes;
+    }
+    if (append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
       return true;
     }
     *this = before;
     return false;
   }
 
-  bool can_be_inlined(const Value& value) const {
-    return value.is_recipe() && !value.remembers() && at::IntArrayRef(value.sizes) == at::IntArrayRef(root_->sizes);
+  bool can_be_inlined(const Value& reader, const Value& value) const {
+    return value.is_recipe() && !value.remembers() && at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
+  }
+
+  // Whether the program still counts in its output's sizes.
+  bool has_dense_sizes(const Value& reader) const {
+    return at::IntArrayRef(sizes_) == at::IntArrayRef(root_->sizes) && at::IntArrayRef(reader.sizes) == at::IntArrayRef(sizes_);
   }
 
   // x + alpha * y or x * y, where either may be part of the program, or both.
@@ -188,28 +204,27 @@ class Builder {
       return false;
     }
     const bool is_commutative = formula.references.size() == 1 || step.reference[1].number == 1;
-    const bool has_stash = uses_stash_;
-    const Builder before = *this;
-    if (is_commutative && !has_stash && is_to_be_inlined(y)) {
+    const bool is_smaller = x.sizes_of() != at::IntArrayRef(recipe.sizes);
+    if (is_commutative && !uses_stash_ && (is_to_be_inlined(recipe, y) || (is_smaller && append_operand(recipe, y)))) {
       const Builder with_y = *this;
-      if (!uses_stash_ && can_be_inlined(x)) {
+      if (!uses_stash_ && can_be_inlined(recipe, x)) {
         add({Code::stash, Element::float32, {}});
         uses_stash_ = true;
-        if (is_to_be_inlined(x)) {
+        if (is_to_be_inlined(recipe, x)) {
           step.reference[0].operand = Reference::kStash;
           return add(step) && end(recipe, 1);
         }
         *this = with_y;
       }
-      return add_leaf(x, Place::broadcast, &step.reference[0]) && add(step) && end(recipe, 1);
+      return add_leaf(recipe, x, Place::broadcast, &step.reference[0]) && add(step) && end(recipe, 1);
     }
-    *this = before;
-    return append_operand(x) && add_leaf(y, Place::broadcast, &step.reference[0]) && add(step) && end(recipe, 1);
+    return append_operand(recipe, x) && add_leaf(recipe, y, Place::broadcast, &step.reference[0]) && add(step) &&
+           end(recipe, 1);
   }
 
-  bool append_table(Value& recipe, Value& input) {
+  bool append_table(Value& recipe) {
     table_for_.push_back({leaves_.size(), &recipe});
-    leaves_.push_back({nullptr, {}, Place::broadcast, false});
+    leaves_.push_back({nullptr, &recipe, Place::broadcast, false, {}});
     Step step = {Code::look_up, Element::float32, {}};
     step.reference[0].operand = static_cast<int8_t>(leaves_.size() - 1);
     return leaves_.size() <= Program::kMaxOperands && add(step);
@@ -221,8 +236,10 @@ class Builder {
     for (size_t k = 0; k < formula.references.size(); ++k) {
       const FormulaReference& reference = formula.references[k];
       const bool is_operand = reference.operand >= 0 && is_value(recipe.operands[reference.operand]);
-      const bool is_set = is_operand ? add_leaf(value_of(recipe.operands[reference.operand]), reference.place, &step.reference[k])
-                                     : set_number(recipe, reference, &step.reference[k]);
+      const bool is_set =
+          is_operand
+              ? add_leaf(recipe, value_of(recipe.operands[reference.operand]), reference.place, &step.reference[k])
+              : set_number(recipe, reference, &step.reference[k]);
       if (!is_set) {
         return false;
       }
@@ -246,14 +263,14 @@ class Builder {
     return true;
   }
 
-  bool add_leaf(Value& value, Place place, Reference* reference) {
+  bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
     const bool is_bits = value.is_recipe() && value.formula.is(programs->unpack_bits);
     if (leaves_.size() == Program::kMaxOperands || (!is_bits && (!is_float(value.dtype_of()) || !note(value.dtype_of())))) {
       return false;
     }
     reference->operand = static_cast<int8_t>(leaves_.size());
-    leaves_.push_back({&value, {}, place, is_bits});
-    dense_ += !is_bits && value.sizes_of() == at::IntArrayRef(root_->sizes);
+    leaves_.push_back({&value, &reader, place, is_bits, {}});
+    dense_ += !is_bits && value.sizes_of() == at::IntArrayRef(reader.sizes);
     return true;
   }
 
@@ -272,6 +289,7 @@ class Builder {
   }
 
   Value* root_;
+  at::DimVector sizes_;  // that the program counts in: the output's, or of what it is a view of
   std::vector<Step> steps_;
   std::vector<Leaf> leaves_;
   std::vector<std::pair<size_t, Value*>> table_for_;
@@ -386,15 +404,33 @@ at::Tensor empty_strided(const at::Tensor& like, at::ScalarType dtype, at::IntAr
   return at::Tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
 }
 
+// An operand of a program that counts in other sizes than its reader's, as one of those sizes.
+std::optional<at::Tensor> viewed(const at::Tensor& tensor, at::IntArrayRef from, at::IntArrayRef sizes) {
+  return tensor.sizes() == from && tensor.is_contiguous() ? std::optional(tensor.view(sizes)) : std::nullopt;
+}
+
 std::optional<at::Tensor> Builder::run() {
-  at::Tensor like;
+  const at::IntArrayRef sizes = sizes_;
+  const bool is_view = sizes != at::IntArrayRef(root_->sizes);
+  at::Tensor like, dense;
   for (Leaf& leaf : leaves_) {
-    if (leaf.value) {
-      leaf.tensor = (leaf.is_bits ? value_of(leaf.value->operands[0]) : *leaf.value).tensor();
-      like = like.defined() ? like : leaf.tensor;
-      if (leaf.tensor.device() != like.device() || !is_plain(leaf.tensor)) {
+    if (!leaf.value) {
+      continue;
+    }
+    leaf.tensor = (leaf.is_bits ? value_of(leaf.value->operands[0]) : *leaf.value).tensor();
+    like = like.defined() ? like : leaf.tensor;
+    if (leaf.tensor.device() != like.device() || !is_plain(leaf.tensor)) {
+      return std::nullopt;
+    }
+    if (at::IntArrayRef(leaf.reader->sizes) != sizes) {
+      const auto view = leaf.is_bits ? std::nullopt : viewed(leaf.tensor, leaf.reader->sizes, sizes);
+      if (!view) {
         return std::nullopt;
       }
+      leaf.tensor = *view;
+    }
+    if (!dense.defined() && !leaf.is_bits && leaf.tensor.sizes() == sizes && leaf.tensor.is_non_overlapping_and_dense()) {
+      dense = leaf.tensor;
     }
   }
   if (like.is_cpu() && (flushes_subnormals() || std::any_of(steps_.begin(), steps_.end(), is_for_cuda))) {
@@ -402,35 +438,47 @@ std::optional<at::Tensor> Builder::run() {
   }
   for (const auto& [leaf, recipe] : table_for_) {
     const py::object table = programs->table(
-        recipe->formula, recipe->arguments, py::reinterpret_borrow<py::object>((PyObject*)torch::getTHPDtype(recipe->dtype)),
+        recipe->formula, recipe->arguments,
+        py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(recipe->dtype))),
         py::reinterpret_steal<py::object>(THPVariable_Wrap(like)));
     if (table.is_none()) {
       return std::nullopt;
     }
     leaves_[leaf].tensor = THPVariable_Unpack(table.ptr());
   }
+  const at::DimVector in_order = dense_strides(sizes);
+  if (is_view && root_->has_strides && at::IntArrayRef(root_->strides) != at::IntArrayRef(dense_strides(root_->sizes))) {
+    return std::nullopt;
+  }
   Geometry geometry;
-  geometry.sizes = root_->sizes;
-  const bool has_layout = like.sizes() == at::IntArrayRef(root_->sizes) && like.is_non_overlapping_and_dense();
+  geometry.sizes = sizes_;
   geometry.strides.push_back(
-      root_->has_strides ? root_->strides : has_layout ? at::DimVector(like.strides()) : dense_strides(root_->sizes));
+      is_view             ? in_order
+      : root_->has_strides ? root_->strides
+      : dense.defined()    ? at::DimVector(dense.strides())
+                           : in_order);
   const at::DimVector strides = geometry.strides[0];
-  if (!is_dense(root_->sizes, strides) || c10::multiply_integers(root_->sizes) == 0) {
+  if (!is_dense(sizes, strides) || c10::multiply_integers(sizes) == 0) {
     return std::nullopt;
   }
   int64_t groups = 0;
-  for (const Leaf& leaf : leaves_) {
+  for (Leaf& leaf : leaves_) {
     std::optional<at::DimVector> along;
     if (!leaf.value) {
-      along = at::DimVector(root_->sizes.size(), 0);
+      along = at::DimVector(sizes.size(), 0);
     } else if (leaf.place == Place::groups) {
       groups = leaf.tensor.size(1);
-      along = at::DimVector(root_->sizes.size(), 0);
+      along = at::DimVector(sizes.size(), 0);
       (*along)[0] = leaf.tensor.stride(0);
     } else if (leaf.is_bits) {
-      along = strides_along(root_->sizes, leaf.value->sizes, leaf.value->strides, leaf.place);
+      along = strides_along(sizes, leaf.value->sizes, leaf.value->strides, leaf.place);
     } else {
-      along = strides_along(root_->sizes, leaf.tensor.sizes(), leaf.tensor.strides(), leaf.place);
+      if (leaf.tensor.sizes() == sizes && leaf.tensor.is_non_overlapping_and_dense() &&
+          !agree(sizes, leaf.tensor.strides(), strides)) {
+        // Elements in another order would be read one by one.
+        leaf.tensor = empty_strided(leaf.tensor, leaf.tensor.scalar_type(), sizes, strides).copy_(leaf.tensor);
+      }
+      along = strides_along(sizes, leaf.tensor.sizes(), leaf.tensor.strides(), leaf.place);
     }
     if (!along) {
       return std::nullopt;
@@ -438,7 +486,7 @@ std::optional<at::Tensor> Builder::run() {
     geometry.strides.push_back(*along);
   }
   if (groups > 0) {
-    geometry.split(1, root_->sizes[1] / groups);
+    geometry.split(1, sizes[1] / groups);
     for (size_t k = 0; k < leaves_.size(); ++k) {
       if (leaves_[k].place == Place::groups) {
         geometry.strides[k + 1][1] = leaves_[k].tensor.stride(1);
@@ -456,17 +504,51 @@ std::optional<at::Tensor> Builder::run() {
   if (!geometry.write(&program)) {
     return std::nullopt;
   }
-  const at::Tensor output = empty_strided(like, root_->dtype, root_->sizes, strides);
+  const at::Tensor output = empty_strided(like, root_->dtype, sizes, strides);
+  if (getenv("FASTACT_TRACE")) {
+    std::string t = "TRACE dims";
+    t += std::to_string(program.dims) + (program.element == Element::float32 ? " f32" : " half");
+    for (int k = 0; k < program.steps; ++k) {
+      static const char* names[] = {
+#define STEP(name, references) #name,
+          FASTACT_STEPS(STEP)};
+#undef STEP
+      t += std::string(" | ") + names[(int)program.step[k].code] + (program.step[k].rounded_to == Element::float32 ? "" : "!");
+      static const int refs[] = {
+#define STEP(name, references) references,
+          FASTACT_STEPS(STEP)};
+#undef STEP
+      for (int r = 0; r < refs[(int)program.step[k].code]; ++r) {
+        int o = program.step[k].reference[r].operand;
+        if (o < 0) {
+          t += o == -1 ? " n" : " stash";
+          continue;
+        }
+        const auto& op = program.operand[o];
+        bool dense = true, col = true;
+        int64_t at = 1;
+        for (int d = 0; d < program.dims; ++d) {
+          dense &= op.stride[d] == at;
+          at *= program.size[d];
+          col &= op.stride[d] == (d == 0);
+        }
+        t += std::string(" ") + (dense ? "dense" : col ? "col" : op.stride[0] == 0 ? "row" : op.stride[0] == 1 ? "any" : "STRIDED") +
+             (op.element == Element::bit ? ".bit" : op.element == Element::float32 ? ".f32" : ".half");
+      }
+    }
+    fprintf(stderr, "%s\n", t.c_str());
+  }
   program.output = output.data_ptr();
   program.element = element_of(root_->dtype);
   launch(program, output);
-  return output;
+  return is_view ? output.view(root_->sizes) : output;
 }
 
 }  // namespace
 
-void set_programs(const py::dict& given, py::object tabulated, py::object table, py::object unpack_bits) {
-  programs = new Programs{{}, std::move(tabulated), std::move(table), std::move(unpack_bits)};
+void set_programs(
+    const py::dict& given, py::object tabulated, py::object table, py::object unpack_bits, py::object reshape) {
+  programs = new Programs{{}, std::move(tabulated), std::move(table), std::move(unpack_bits), std::move(reshape)};
   for (const auto& [formula, steps] : given) {
     auto& of_formula = programs->steps[formula.ptr()];
     formula.inc_ref();
@@ -479,6 +561,13 @@ void set_programs(const py::dict& given, py::object tabulated, py::object table,
       of_formula.push_back(std::move(step));
     }
   }
+}
+
+py::tuple steps() {
+#define STEP(code, references) py::str(#code),
+  const py::str names[] = {FASTACT_STEPS(STEP)};
+#undef STEP
+  return py::tuple(py::cast(std::vector<py::object>(std::begin(names), std::end(names))));
 }
 
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {

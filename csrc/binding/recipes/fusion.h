@@ -11,7 +11,11 @@
 namespace fastact::recipes {
 
 // What of formulas the kernels can compute, as recipes/programs.py says it.
-void set_programs(const py::dict& programs, py::object tabulated, py::object table, py::object unpack_bits);
+void set_programs(
+    const py::dict& programs, py::object tabulated, py::object table, py::object unpack_bits, py::object reshape);
+
+// The names of the kernels' steps.
+py::tuple steps();
 
 // The tensor of a recipe, if a program computes it in one pass and that is worth it. `is_alone`: even of a single formula.
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false);

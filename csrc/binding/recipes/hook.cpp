@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -39,6 +40,7 @@ struct Callbacks {
   py::object is_right;    // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
   py::object as_strided;  // a view's formula
   py::object failed;      // (tensor, error)
+  py::object shape, dtype;  // what stands among a rule's arguments for the output's own
 };
 
 Callbacks* callbacks = nullptr;
@@ -55,12 +57,13 @@ auto& chosen() {
   return choices;
 }
 
-// While a recipe is made: those that haven't been verified, and those of its operands that nobody has saved.
+// While a recipe is made: those that haven't been verified, with their formulas as the rules give them, and those of its
+// operands that nobody has saved.
 struct Derivation {
   Derivation() : outer(current) { current = this; }
   ~Derivation() { current = outer; }
 
-  py::list untried;
+  std::vector<std::pair<py::object, py::object>> untried;
   std::map<Output, std::pair<py::object, NodePointer>> between;
   Derivation* outer;
   static thread_local Derivation* current;
@@ -171,13 +174,12 @@ const py::object& unpack_hook() {
 
 // The value, number or None behind what a node saved. Other hooks than this one, which may have seen it, aren't called.
 py::object saved(py::handle node, PyObject* name) {
-  const py::object raw = attribute(node, name), hook = attribute(raw, NAME("unpack_hook"));
-  if (!hook.is_none() && !hook.is(unpack_hook())) {
-    return {};
-  }
-  const py::object data = attribute(raw, NAME("data"));
+  const py::object raw = attribute(node, name), data = attribute(raw, NAME("data"));
   if (is_value(data)) {
     return value_of(data).is_current() ? data : py::object();
+  }
+  if (!attribute(raw, NAME("unpack_hook")).is_none()) {
+    return {};
   }
   if (THPVariable_Check(data.ptr())) {
     // A number in an expression, as 2 in x * 2, is a tensor that hooks don't see.
@@ -190,12 +192,13 @@ py::object saved(py::handle node, PyObject* name) {
   return data;
 }
 
-py::object operand(Step& step, size_t i, py::handle name) {
+// The value of operand i, which the node may have saved under a name.
+py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   if (edge.function) {
     return find(step.hook, edge.function, edge.input_nr, step.depth + 1);
   }
-  return name.is_none() ? py::object() : saved(step.python(), name.ptr());
+  return name ? saved(step.python(), name) : py::object();
 }
 
 // Nodes hand out negative dimensions as unsigned numbers.
@@ -237,14 +240,20 @@ bool is_instance(py::handle object, py::handle type) {
   return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 
+at::DimVector sizes_of(const torch::autograd::InputMetadata& meta) {
+#if FASTACT_TORCH_VERSION >= 201  // recompute() wants a newer one still, but the binding compiles
+  return at::DimVector(C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector()));
+#else
+  return {};
+#endif
+}
+
 // Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
 bool complete(Step& step, const py::object& name, const py::object& object, bool is_assumed) {
   Value& recipe = value_of(object);
   const auto& meta = step.node->input_metadata(step.number);
   recipe.source = name;
-#if FASTACT_TORCH_VERSION >= 201  // recompute() wants a newer one still, but the binding compiles
-  recipe.sizes = C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector());
-#endif
+  recipe.sizes = sizes_of(meta);
   Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
   const auto add_root = [&](const py::object& root) {
     if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
@@ -257,6 +266,10 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
       continue;
     }
     Value& value = value_of(each);
+    const bool is_number = value.sizes_of().empty();
+    if (value.device_of() && *value.device_of() != meta.device() && !is_number) {
+      return false;  // a copy between devices isn't cheap
+    }
     numbers.push_back(configuration_of(value));
     recipe.depth = std::max(recipe.depth, value.depth + 1);
     if (!value.is_recipe()) {
@@ -281,6 +294,7 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
     numbers.push_back(recipe.version);  // in place or not
   }
   recipe.dtype = c10::typeMetaToScalarType(meta.dtype());
+  recipe.device = meta.device();
   append(numbers, recipe.dtype, meta.device());
   recipe.configuration = number_of(numbers);
 
@@ -290,7 +304,7 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
     return false;
   }
   if ((!is_known || is_assumed) && Derivation::current) {
-    Derivation::current->untried.append(py::make_tuple(object, recipe.formula));
+    Derivation::current->untried.emplace_back(object, recipe.formula);
   }
   if (is_known) {
     recipe.formula = known->second.formula;
@@ -304,32 +318,71 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
   return true;
 }
 
+// A rule that is data, see Op in recipes/step.py; read once.
+struct Data {
+  explicit Data(const py::object& rule)
+      : rule(rule), formula(rule.attr("formula")), when(rule.attr("when")), otherwise(rule.attr("otherwise")) {
+    for (const char* list : {"operands", "saved"}) {
+      for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr(list))) {
+        operands.push_back({name.is_none() ? nullptr : name.ptr(), std::string_view(list) == "operands"});
+      }
+    }
+    for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("arguments"))) {
+      arguments.push_back(name.ptr());
+    }
+  }
+
+  struct Operand {
+    PyObject* name;  // under which the node saves it, or null
+    bool has_edge;
+  };
+
+  py::object rule, formula, when, otherwise;  // the first owns the names
+  std::vector<Operand> operands;
+  std::vector<PyObject*> arguments;
+};
+
+const Data& data_of(const py::object& rule) {
+  static auto& known = *new std::unordered_map<PyObject*, Data>();
+  const auto found = known.find(rule.ptr());
+  return found != known.end() ? found->second : known.emplace(rule.ptr(), Data(rule)).first->second;
+}
+
+py::object argument(Step& step, PyObject* name) {
+  const auto& meta = step.node->input_metadata(step.number);
+  if (name == callbacks->dtype.ptr()) {
+    return py::reinterpret_borrow<py::object>(
+        reinterpret_cast<PyObject*>(torch::getTHPDtype(c10::typeMetaToScalarType(meta.dtype()))));
+  }
+  if (name == callbacks->shape.ptr()) {
+    const at::DimVector sizes = sizes_of(meta);
+    py::tuple shape(sizes.size());
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+      shape[dim] = sizes[dim];
+    }
+    return std::move(shape);
+  }
+  return with_sign(attribute(step.python(), name));
+}
+
 // The recipe of an output by a rule that is data.
-py::object by_data(Step& step, const py::object& name, py::handle rule) {
-  const py::object when = attribute(rule, NAME("when"));
-  if (!when.is_none() && attribute(step.python(), when.ptr()).ptr() != Py_True) {
+py::object by_data(Step& step, const py::object& name, const Data& rule) {
+  if (!rule.when.is_none() && attribute(step.python(), rule.when.ptr()).ptr() != Py_True) {
     return {};
   }
   py::object object = make_value();
   Value& recipe = value_of(object);
-  recipe.formula = attribute(rule, NAME("formula"));
-  const py::tuple operands = attribute(rule, NAME("operands")), others = attribute(rule, NAME("saved")),
-                  arguments = attribute(rule, NAME("arguments"));
-  for (size_t i = 0; i < operands.size(); ++i) {
-    recipe.operands.push_back(operand(step, i, operands[i]));
+  recipe.formula = rule.formula;
+  for (size_t i = 0; i < rule.operands.size(); ++i) {
+    const auto& [saved_as, has_edge] = rule.operands[i];
+    recipe.operands.push_back(has_edge ? operand(step, i, saved_as) : saved(step.python(), saved_as));
     if (!recipe.operands.back()) {
       return {};
     }
   }
-  for (const py::handle each : others) {
-    recipe.operands.push_back(saved(step.python(), each.ptr()));
-    if (!recipe.operands.back()) {
-      return {};
-    }
-  }
-  py::tuple values(arguments.size());
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    values[i] = with_sign(attribute(step.python(), py::object(arguments[i]).ptr()));
+  py::tuple values(rule.arguments.size());
+  for (size_t i = 0; i < rule.arguments.size(); ++i) {
+    values[i] = argument(step, rule.arguments[i]);
   }
   recipe.arguments = std::move(values);
   return complete(step, name, object, /*is_assumed=*/false) ? object : py::object();
@@ -362,12 +415,9 @@ py::object derive(Step step) {
   if (!is_instance(rule, callbacks->rule_of_op)) {
     return by_function(step, name, rule);
   }
-  py::object result = by_data(step, name, rule);
-  if (!result) {
-    const py::object otherwise = attribute(rule, NAME("otherwise"));
-    return otherwise.is_none() ? result : by_function(step, name, otherwise);
-  }
-  return result;
+  const Data& data = data_of(rule);
+  py::object result = by_data(step, name, data);
+  return result || data.otherwise.is_none() ? result : by_function(step, name, data.otherwise);
 }
 
 // A recipe that replaces a tensor, or null.
@@ -384,9 +434,14 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
     }
     recipe.replaced = torch::autograd::impl::version_counter(tensor);
     const bool is_checked = attribute(hook, NAME("check")).ptr() == Py_True;
-    if ((!derivation.untried.empty() || is_checked) &&
-        !py::cast<bool>(callbacks->is_right(hook, object, derivation.untried, wrapped(node), wrapped(tensor)))) {
-      return {};
+    if (!derivation.untried.empty() || is_checked) {
+      py::list untried;
+      for (const auto& [each, formula] : derivation.untried) {
+        untried.append(py::make_tuple(each, formula));
+      }
+      if (!py::cast<bool>(callbacks->is_right(hook, object, untried, wrapped(node), wrapped(tensor)))) {
+        return {};
+      }
     }
   }
   for (const auto& [output, value] : derivation.between) {
@@ -533,15 +588,15 @@ void add_hook(py::module_& module) {
   module.def(
       "set_up",
       [](py::dict rules, const py::dict& in_place, py::object rule_of_op, py::object of_all_outputs, py::object underivable,
-         py::tuple plain_types, py::object step, py::object mask, py::object is_right, py::object as_strided,
-         py::object failed) {
+         py::tuple plain_types, py::object step, py::object mask, py::object is_right, py::object as_strided, py::object failed,
+         py::object shape, py::object dtype) {
         set_in_place(in_place);
         callbacks = new Callbacks{rules, rule_of_op, of_all_outputs, underivable, plain_types,
-                                  step,  mask,       is_right,       as_strided,  failed};
+                                  step,  mask,       is_right,       as_strided,  failed,      shape,      dtype};
       },
       py::kw_only(), py::arg("rules"), py::arg("in_place"), py::arg("rule_of_op"), py::arg("of_all_outputs"),
       py::arg("underivable"), py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"),
-      py::arg("as_strided"), py::arg("failed"));
+      py::arg("as_strided"), py::arg("failed"), py::arg("shape"), py::arg("dtype"));
   module.def("pack_hook", [](const py::object& hook) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
   });
@@ -572,6 +627,7 @@ void add_hook(py::module_& module) {
     chosen()[configuration] = {formula, fuses};
   });
   module.def("set_programs", &set_programs);
+  module.attr("steps") = steps();
   module.def("fused", [](const py::object& formula, const py::tuple& operands, const py::tuple& arguments, py::handle like) {
     py::object object = make_value();
     Value& recipe = value_of(object);

@@ -160,6 +160,7 @@ void Value::leave_registry() {
 void Value::take_layout_of(const at::Tensor& tensor) {
   version = static_cast<int64_t>(tensor._version());
   dtype = tensor.scalar_type();
+  device = tensor.device();
   sizes = tensor.sizes();
   strides = tensor.strides();
   has_strides = true;

@@ -38,6 +38,7 @@ struct Value {
 
   bool is_recipe() const { return formula.ptr() != nullptr; }
   at::ScalarType dtype_of() const { return held.defined() ? held.scalar_type() : dtype; }
+  std::optional<at::Device> device_of() const { return held.defined() ? std::optional(held.device()) : device; }
   at::IntArrayRef sizes_of() const { return held.defined() ? held.sizes() : at::IntArrayRef(sizes); }
 
   // Whether it is this tensor's: of the same version and layout, and nothing that it follows from was written to since.
@@ -60,6 +61,7 @@ struct Value {
   py::object source;  // the name of the node, or none
   // Of the tensor, unless it is held. A recipe's result may have any strides if it replaces none.
   at::ScalarType dtype = at::ScalarType::Undefined;
+  std::optional<at::Device> device;
   at::DimVector sizes, strides;
   bool has_strides = false;
   int64_t configuration = -1;

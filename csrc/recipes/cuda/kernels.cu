@@ -23,10 +23,10 @@ struct Launch {
   int64_t rows, step;               // a thread's rows are so many apart
 };
 
-// What a step of a form reads. `dense` has the output's layout and dtype, `bits` its layout. Parameters are the same in all rows
-// (`column`) or in all of a row (`row`), and float32; those of half a `half_column`, in the half type. `same_row` has its element
-// where the reference before it has. `any` is what the interpreter makes of it.
-enum class Layout : uint8_t { number, dense, bits, column, half_column, row, same_row, any };
+// What a step of a form reads. `dense` has the output's layout and dtype, `dense_any` and `bits` its layout. Parameters are the
+// same in all rows (`column`) or in all of a row (`row`), and float32, or of the half type (`half_column`). `same_row` has its
+// element where the reference before it has. `any` may lie anyhow.
+enum class Layout : uint8_t { number, stash, dense, dense_any, bits, column, half_column, row, same_row, any };
 
 template <Code code_, Layout... layouts>
 struct StepOf {
@@ -280,26 +280,28 @@ class Thread {
         fill(reference(k, r).number, to);
         return;
       }
+      if (layout == Layout::stash) {
+        copy(stashed_[u], to);
+        return;
+      }
       const auto& of = operand(k, r);
       if (layout == Layout::row || layout == Layout::any) {
         offset_ = offset_of(of, u);
       }
-      const bool is_dense = layout == Layout::dense || layout == Layout::bits;
+      const bool is_dense = layout == Layout::dense || layout == Layout::dense_any || layout == Layout::bits;
       const bool is_column = layout == Layout::column || layout == Layout::half_column;
       const bool is_one = layout == Layout::row || layout == Layout::same_row || (layout == Layout::any && of.stride[0] == 0);
       const Element element = layout == Layout::dense         ? (n == 8 ? Element::bfloat16 : Element::float32)
                               : layout == Layout::half_column ? Element::bfloat16  // stands for T
                               : layout == Layout::bits        ? Element::bit
-                              : layout == Layout::any         ? of.element
-                                                              : Element::float32;
+                              : layout == Layout::any || layout == Layout::dense_any
+                                  ? of.element
+                                  : Element::float32;
       load<T>(of.data, element, is_one, is_dense ? dense_[u] : is_column ? inner_ : offset_, to);
     } else if (reference(k, r).operand == Reference::kNumber) {
       fill(reference(k, r).number, to);
     } else if (reference(k, r).operand == Reference::kStash) {
-#pragma unroll
-      for (int i = 0; i < size; ++i) {
-        to[i] = stashed_[u][i];
-      }
+      copy(stashed_[u], to);
     } else {
       const auto& of = operand(k, r);
       load<T>(of.data, of.element, of.stride[0] == 0, offset_of(of, u), to);
@@ -322,6 +324,14 @@ class Thread {
 #pragma unroll
     for (int i = 0; i < size; ++i) {
       to[i] = number;
+    }
+  }
+
+  template <int size>
+  __device__ static void copy(const float (&from)[n], float (&to)[size]) {
+#pragma unroll
+    for (int i = 0; i < size; ++i) {
+      to[i] = from[i];
     }
   }
 
@@ -365,8 +375,9 @@ __global__ void __launch_bounds__(kBlock) run_kernel(const __grid_constant__ Lau
 
 bool has_layout(const Program& program, const Step& step, int r, Layout layout) {
   const Reference& reference = step.reference[r];
-  if (reference.operand < 0 || layout == Layout::number) {
-    return layout == Layout::number && reference.operand == Reference::kNumber;
+  if (reference.operand < 0 || layout == Layout::number || layout == Layout::stash) {
+    return reference.operand == (layout == Layout::number ? Reference::kNumber : Reference::kStash) &&
+           (layout == Layout::number || layout == Layout::stash);
   }
   const auto& operand = program.operand[reference.operand];
   const bool is_half = operand.element == Element::float16 || operand.element == Element::bfloat16;
@@ -377,6 +388,8 @@ bool has_layout(const Program& program, const Step& step, int r, Layout layout) 
       switch (layout) {
         case Layout::dense:
           return stride == dense && operand.element == program.element;
+        case Layout::dense_any:
+          return stride == dense && operand.element != Element::bit;
         case Layout::bits:
           return stride == dense && operand.element == Element::bit;
         case Layout::column:
@@ -471,47 +484,61 @@ bool start_form(Launch& launch, cudaStream_t stream) {
 }
 
 constexpr auto number = Layout::number, dense = Layout::dense, column = Layout::column, half_column = Layout::half_column,
-               row = Layout::row, same_row = Layout::same_row;
+               row = Layout::row, same_row = Layout::same_row, any = Layout::any;
+constexpr int two = 2, more = 4;  // dimensions
 
 using Load = StepOf<Code::load, dense>;
+using LoadAny = StepOf<Code::load, Layout::dense_any>;
+using Stash = StepOf<Code::stash>;
 using Clamp = StepOf<Code::clamp, number, number>;
 using LookUp = StepOf<Code::look_up, dense>;
 using Add = StepOf<Code::add, dense, number>;
 template <Layout layout>
 using Multiply = StepOf<Code::multiply, layout>;
 
-// A normalisation, and what follows it: nothing, ReLU, a residual or both, another activation.
+// A normalisation, and what follows it: nothing, ReLU, SiLU, a residual, or another normalisation of the same kind as one. `dims`
+// are its own.
 template <class T, int n, int dims, class Norm>
 bool start_norm(Launch& launch, cudaStream_t stream) {
+  using Silu = StepOf<Code::silu>;
+  using AddStash = StepOf<Code::add, Layout::stash, number>;
   if constexpr (n == 8) {
-    // Tables are read faster by more rows at once. A gate of squeeze-and-excitation adds a dimension.
-    if (start_form<T, n, Form<4, dims, Load, Norm, LookUp>, Form<4, 4, Load, Norm, LookUp, Multiply<Layout::any>>>(
-            launch, stream)) {
+    // Tables are read faster by more rows at once.
+    if (start_form<T, n, Form<4, dims, Load, Norm, LookUp>, Form<4, more, Load, Norm, LookUp, Multiply<any>>>(launch, stream)) {
       return true;
     }
-  } else if (start_form<T, n, Form<2, dims, Load, Norm, StepOf<Code::silu>>>(launch, stream)) {
+  } else if (start_form<T, n, Form<2, more, Load, Norm, Silu, Multiply<any>>>(launch, stream)) {
     return true;
   }
   return start_form<
-      T, n, Form<2, dims, Load, Norm>, Form<2, dims, Load, Norm, Clamp>, Form<2, dims, Load, Norm, Add>,
-      Form<2, dims, Load, Norm, Add, Clamp>>(launch, stream);
+      T, n, Form<2, dims, Load, Norm>, Form<2, dims, Load, Norm, Clamp>, Form<2, dims, Load, Norm, Silu>,
+      Form<2, dims, Load, Norm, Add>, Form<2, dims, Load, Norm, Add, Clamp>, Form<2, more, Load, Norm, Clamp, Multiply<any>>,
+      Form<2, more, Load, Norm, Multiply<any>, Add>,  // stochastic depth
+      Form<2, dims, Load, Norm, Stash, Load, Norm, AddStash>, Form<2, dims, Load, Norm, Stash, Load, Norm, AddStash, Clamp>,
+      Form<2, more, Load, Norm, Stash, Load, Norm, Multiply<any>, AddStash>>(launch, stream);
 }
 
 template <class T, int n>
 void start_common(Launch& launch, cudaStream_t stream) {
-  constexpr int two = 2, more = 4;
+  using LayerNorm = StepOf<Code::layer_norm, row, same_row, column, column>;
+  using Bits = Multiply<Layout::bits>;
   start_norm<T, n, two, StepOf<Code::batch_norm, column, column, column, column>>(launch, stream) ||  // channels-last
       start_norm<T, n, two, StepOf<Code::scaled_norm, column, column, column, column>>(launch, stream) ||
       start_norm<T, n, more, StepOf<Code::batch_norm, row, same_row, same_row, same_row>>(launch, stream) ||
       start_norm<T, n, more, StepOf<Code::affine_norm, row, same_row, row, same_row>>(launch, stream) ||  // of groups
       start_form<
-          T, n, Form<2, two, Load, StepOf<Code::layer_norm, row, same_row, column, column>>,
+          T, n, Form<2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
           Form<2, two, Load, StepOf<Code::layer_norm, row, same_row, half_column, half_column>>,
-          Form<2, two, Load, Multiply<row>, Multiply<column>>,  // RMS norm
-          Form<2, two, Load, Multiply<row>, Multiply<half_column>>,
-          Form<4, two, Load, LookUp, Multiply<dense>>,               // SwiGLU
-          Form<2, two, Load, Multiply<Layout::bits>, Multiply<number>>  // dropout
-          >(launch, stream) ||
+          Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>,
+          Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
+          Form<2, two, LoadAny, Multiply<row>, Multiply<column>>, Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
+          Form<4, two, Load, LookUp, Multiply<dense>>,  // SwiGLU
+          Form<2, two, LoadAny>, Form<2, two, LoadAny, Multiply<number>, Multiply<Layout::dense_any>>,  // GELU, composed
+          Form<2, two, LoadAny, Multiply<number>, StepOf<Code::add, Layout::dense_any, number>, Multiply<number>>,
+          Form<2, two, LoadAny, Bits, Multiply<number>>,  // dropout
+          Form<2, two, LoadAny, Bits, Multiply<number>, StepOf<Code::add, Layout::dense_any, number>>,
+          Form<2, more, LoadAny, Multiply<any>, StepOf<Code::add, Layout::dense_any, number>>,  // layer scale
+          Form<2, more, LoadAny, Multiply<any>, Multiply<any>, StepOf<Code::add, Layout::dense_any, number>>>(launch, stream) ||
       start<T, n, Interpreted>(launch, stream);
 }
 

@@ -1,0 +1,290 @@
+"""The kernel that computes a chain of recipes: the same bits as the formulas of which the chain consists."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import activations_cuda
+from activations_cuda import _C
+from activations_cuda.recipes import norms, programs, rules
+from activations_cuda.recipes.verification import is_identical
+from recomputing import Keep, compare
+
+pytestmark = pytest.mark.usefixtures("no_hidden_errors")
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+SPECIAL = math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 6.0, -3.0, 3.0, 0.5
+# In vectors of eight, of four, and in none.
+SHAPES = (4, 64, 8, 8), (2, 16, 14, 14), (3, 12, 7, 5), (1, 2, 1, 1)
+
+
+def numbers(shape, device, dtype=torch.float32):
+    x = torch.randn(shape, device=device, dtype=torch.float32).mul_(3)
+    if x.numel() > len(SPECIAL):
+        x.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL, device=device)
+    return x.to(dtype)
+
+
+def is_same(a, b):
+    """To the bit, but for the payloads of NaNs."""
+    return is_identical(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
+
+
+def operands_of(formula, x):
+    """What a formula is given beside x, and arguments."""
+    device, dtype = x.device, x.dtype
+    n, channels, *spatial = x.shape
+    weight, bias = numbers((channels,), device), numbers((channels,), device)
+    mean, rstd = torch.randn(channels, device=device), torch.rand(channels, device=device)
+    if formula in (norms._group_norm_affine, norms._group_norm_centred):
+        groups = 2
+        statistics = torch.randn(n, groups, device=device), torch.rand(n, groups, device=device)
+        return (weight, bias, *statistics), (n, channels, math.prod(spatial), groups)
+    if formula in (norms._layer_norm_affine, norms._rms_norm):
+        rows = (*x.shape[:-1], 1)
+        weight, bias = numbers(x.shape[-1:], device), numbers(x.shape[-1:], device)
+        mean, rstd = torch.randn(rows, device=device), torch.rand(rows, device=device)
+        return (weight, None, rstd) if formula is norms._rms_norm else (weight, bias, mean, rstd), (x.shape[-1:],)
+    if formula.__name__.startswith("_batch_norm"):
+        return (weight, bias, mean, rstd), (1e-5,)
+    others = {
+        rules.add: ((numbers(x.shape, device, dtype),), (1,)),
+        torch.mul: ((numbers(x.shape, device, dtype),), ()),
+        F.hardtanh: ((), (-0.3, 0.7)),
+        _C.hardtanh: ((), (-0.3, 0.7)),
+        rules.scaled: ((torch.rand(x.shape, device=device) > 0.3,), (1.25,)),
+        torch.Tensor.to: ((), (dtype,)),
+    }
+    return others.get(formula, ((), ()))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("formula", [f for f in programs.PROGRAMS if f is not rules.scaled], ids=lambda f: f.__name__)
+def test_program(formula, dtype, shape, layout, device):
+    torch.manual_seed(0)
+    x = numbers(shape, device, dtype).contiguous(memory_format=layout)
+    operands, arguments = operands_of(formula, x)
+    try:
+        expected = formula(x, *operands, *arguments)
+    except (RuntimeError, TypeError) as error:
+        pytest.skip(str(error))
+    found = _C.recipes.fused(formula, (x, *operands), arguments, expected)
+    if found is None:
+        assert device == "cpu" and formula is _C.silu  # whose exponential has other bits in vectors
+    elif not (device == "cpu" and formula in (norms._batch_norm_affine, norms._batch_norm_scaled)):  # may not be contracted
+        assert is_same(found, expected) and found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("formula", sorted(programs.TABULATED, key=str), ids=lambda f: f.__name__)
+def test_table(formula, dtype, device):
+    arguments = {torch.ops.aten.elu: (1.0, 1, 1), torch.pow: (3,), _C.hardshrink: (0.5,), _C.softshrink: (0.5,)}
+    arguments |= {_C.threshold: (0.1, 2.0), _C.leaky_relu: (0.01,), F.celu: (0.7,), _C.gelu: ("none",)}
+    arguments = arguments.get(formula, ())
+    x = torch.randn(4, 64, 8, 9, device=device).mul_(4).to(dtype)
+    expected = formula(x, *arguments)
+    found = _C.recipes.fused(formula, (x,), arguments, expected)
+    assert (found is None) == (programs.table(formula, arguments, dtype, x) is None)
+    if found is None:
+        assert device == "cpu"
+    else:
+        assert is_same(found, expected)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        y = F.silu(self.norm(x))
+        return y * self.fc(y.mean((2, 3), keepdim=True)).sigmoid()
+
+
+class Residual(nn.Module):
+    def __init__(self, shortcut=None):
+        super().__init__()
+        self.conv, self.norm, self.shortcut = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), shortcut
+
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x)) + (x if self.shortcut is None else self.shortcut(x)))
+
+
+class Swiglu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+class RmsNorm(nn.Module):
+    """As transformers composes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * normed.to(x.dtype)
+
+
+class Rows(nn.Module):
+    """Of channels as the last dimension."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+CHAINS = {
+    "batch norm, relu": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU()),
+    "batch norm, relu6": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU6(inplace=True)),
+    "batch norm, silu": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.SiLU(inplace=True)),
+    "batch norm, hardswish": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.Hardswish()),
+    "batch norm, gate": Gated,
+    "residual": Residual,
+    "residuals": lambda: nn.Sequential(Residual(), Residual(), Residual()),
+    "two norms": lambda: Residual(nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))),
+    "group norm, silu": lambda: nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU()),
+    "group norm, relu": lambda: nn.Sequential(nn.GroupNorm(2, 16), nn.ReLU(inplace=True)),
+    "instance norm, leaky relu": lambda: nn.Sequential(nn.InstanceNorm2d(16, affine=True), nn.LeakyReLU(0.1)),
+    "layer norm": lambda: Rows(nn.LayerNorm(16)),
+    "layer norm, gelu": lambda: Rows(nn.LayerNorm(16), nn.GELU()),
+    "rms norm": lambda: Rows(RmsNorm()),
+    "swiglu": lambda: Rows(Swiglu()),
+    "dropout": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3)),
+    "dropout, residual": lambda: Rows(nn.Linear(16, 16), nn.Dropout(0.3), nn.LayerNorm(16)),
+    "scaled": lambda: nn.Sequential(nn.BatchNorm2d(16), activations_cuda.Hardtanh(-0.4, 0.6)),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, chain):
+        super().__init__()
+        self.stem, self.chain, self.head = nn.Conv2d(3, 16, 3, padding=1), chain, nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        y = self.head(self.chain(self.stem(x)))
+        return y
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [16, 7])
+@pytest.mark.parametrize("name", CHAINS)
+def test_chain(name, size, dtype, layout, device):
+    """In training, with everything compared."""
+    torch.manual_seed(0)
+    net = Net(CHAINS[name]()).to(device, memory_format=layout)
+    for parameter in net.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter)
+    images = torch.randn(4, 3, size, size, device=device).contiguous(memory_format=layout)
+
+    def loss(model):
+        with torch.autocast(device, dtype if dtype is not torch.float32 else torch.bfloat16, enabled=dtype is not torch.float32):
+            return Keep.apply(model(images)).float().square().mean()
+
+    before, after, _ = compare(net, loss, steps=3)
+    assert after < before
+
+
+def test_what_has_other_readers_is_read_or_computed_once():
+    """A norm's output that two read is computed once for both, in one pass each."""
+    x = torch.randn(4, 8, 6, 6, requires_grad=True)
+    net = nn.BatchNorm2d(8)
+    with activations_cuda.recompute():
+        z = net(Keep.apply(x * 1))
+        y = F.relu(z)
+        loss = (Keep.apply(y) * Keep.apply(z)).sum()
+    (grad,) = torch.autograd.grad(loss, x)
+    z = net(Keep.apply(x * 1))
+    (expected,) = torch.autograd.grad((Keep.apply(F.relu(z)) * Keep.apply(z)).sum(), x)
+    assert torch.equal(grad, expected)
+
+
+def test_a_program_that_gives_other_bits_is_not_used(monkeypatch):
+    """What is wrong with a program shows at its first use, and the formula computes it."""
+    x = torch.randn(64, 64, requires_grad=True)
+    monkeypatch.setattr(programs, "PROGRAMS", programs.PROGRAMS | {torch.relu: (programs._step("clamp", 0.25, math.inf),)})
+    set_programs(programs.PROGRAMS)
+    try:
+        _C.recipes.forget_chosen()
+        with activations_cuda.recompute(check=True):
+            Keep.apply(F.relu(x * 1 + x)).sum().backward()
+        assert torch.relu in _C.recipes.chosen().values()
+    finally:
+        monkeypatch.undo()
+        set_programs(programs.PROGRAMS)
+        _C.recipes.forget_chosen()
+
+
+def set_programs(given):
+    from activations_cuda.recipes import masks
+
+    _C.recipes.set_programs(given, programs.TABULATED, programs.table, masks.unpack, torch.reshape)
+
+
+def test_subnormals_that_the_cpu_flushes():
+    torch.set_flush_denormal(True)
+    try:
+        x = torch.full((64,), 1e-40)
+        assert _C.recipes.fused(torch.relu, (x,), (), x) is None
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_chain_of_any_length():
+    """One that has no room in a program is several."""
+    x = torch.randn(16, 16, requires_grad=True)
+
+    def loss(model):
+        y = Keep.apply(model.weight * 2)
+        for k in range(40):
+            y = F.hardtanh(y * 1.01, -4 + k / 20, 4)
+            y = y + y if k % 10 == 0 else y
+        return Keep.apply(y).sum()
+
+    model = nn.Module()
+    model.weight = nn.Parameter(x.detach())
+    compare(model, loss)
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_past_two_to_the_31():
+    x = torch.randn(2**31 // 64 + 8, 64, device="cuda", dtype=torch.bfloat16)
+    weight, bias = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
+    mean, rstd = torch.randn(len(x), 1, device="cuda"), torch.rand(len(x), 1, device="cuda")
+    found = _C.recipes.fused(norms._layer_norm_affine, (x, weight, bias, mean, rstd), ((64,),), x)
+    for rows in (slice(0, 4096), slice(-4096, None)):
+        expected = norms._layer_norm_affine(x[rows], weight, bias, mean[rows], rstd[rows], (64,))
+        assert torch.equal(found[rows], expected)
+
+
+def test_every_step_is_reached():
+    codes = {step[0] for steps in programs.PROGRAMS.values() for step in steps}
+    assert codes | {"load", "stash", "look_up"} == set(_C.recipes.steps)
+
+
+def test_the_page_of_programs_is_whole():
+    """Formulas of norms that have no program are PyTorch's own ops."""
+    formulas = {f for c in itertools.chain([norms.NATIVE, norms.CUDNN, norms.MIOPEN]) for f in c}
+    assert {f.__name__ for f in formulas - set(programs.PROGRAMS)} == {
+        "_batch_norm_whole",
+        "_batch_norm_cudnn",
+        "_batch_norm_miopen",
+    }
