@@ -233,9 +233,7 @@ def test_a_program_that_gives_other_bits_is_not_used(monkeypatch):
 
 
 def set_programs(given):
-    from activations_cuda.recipes import masks
-
-    _C.recipes.set_programs(given, programs.TABULATED, programs.table, masks.unpack, torch.reshape)
+    _C.recipes.set_programs(given, programs.TABULATED, programs.table, _C.recipes.unpack_mask, torch.reshape)
 
 
 def test_subnormals_that_the_cpu_flushes():

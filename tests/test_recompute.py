@@ -1,6 +1,7 @@
 """The scope recompute(): autograd in full, hooks and checkpoints around and within, what lives how long, what is an error."""
 
 import contextlib
+import copy
 import gc
 import os
 import threading
@@ -1113,3 +1114,44 @@ def test_two_gpus_in_a_process(deterministic):
         return [parameter.grad for part in (first, second) for parameter in part.parameters()]
 
     same_with_scope(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_depthwise_convolutions(dtype, device):
+    """Recomputed only if they are asked for, and no others."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16), nn.ReLU6(), nn.Conv2d(16, 16, 3, padding=1, groups=16)
+    net = nn.Sequential(*layers, nn.BatchNorm2d(16), nn.ReLU6(), nn.Conv2d(16, 8, 1)).to(device, dtype)
+    images = torch.randn(4, 3, 16, 16, device=device, dtype=dtype)
+
+    def step(**options):
+        model = copy.deepcopy(net)
+        with recompute(check=True, **options):
+            hook = torch._C._autograd._top_saved_tensors_default_hooks(True)[0].__self__
+            loss = model(images).float().square().mean()
+        sources = {value.source for value in map(unpacked, nodes_of(loss)) if value is not None and value.is_recipe}
+        loss.backward()
+        assert hook.mismatch is None
+        return [parameter.grad for parameter in model.parameters()], sources
+
+    plain, sources = step()
+    assert "ConvolutionBackward0" not in sources
+    found, sources = step(convolutions=True)
+    assert "ConvolutionBackward0" in sources
+    assert all(map(torch.equal, plain, found))
+
+
+def nodes_of(tensor):
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [each for each, _ in node.next_functions if each is not None]
+
+
+def unpacked(node):
+    """What a batch norm has saved of its input."""
+    raw = getattr(node, "_raw_saved_input", None)
+    return None if raw is None or not hasattr(raw.data, "is_recipe") else raw.data

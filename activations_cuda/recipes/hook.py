@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from activations_cuda import _C
 from activations_cuda.recipes import masks, programs
-from activations_cuda.recipes.rules import IN_PLACE, OF_ALL_OUTPUTS, RULES, Op
+from activations_cuda.recipes.rules import IN_PLACE, OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS, Op
 from activations_cuda.recipes.step import DTYPE, SHAPE, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
@@ -22,11 +22,15 @@ class Hook:
         model: whose norms' frozen weights and biases may be operands.
         check: whether every recipe is compared with its tensor.
         outer: the hooks around the scope, which get what is kept.
+        convolutions: whether depthwise convolutions are inexpensive enough.
         assumes: whether every recipe is taken for right, as on fake tensors.
     """
 
-    def __init__(self, model: nn.Module | None, check: bool, outer: Any, assumes: bool = False) -> None:
-        self.model, self.check, self.outer, self.assumes = model, check, outer, assumes
+    def __init__(
+        self, model: nn.Module | None, check: bool, outer: Any, convolutions: bool = False, assumes: bool = False
+    ) -> None:
+        self.model, self.check, self.outer, self.convolutions, self.assumes = model, check, outer, convolutions, assumes
+        self.rules = RULES_WITH_CONVOLUTIONS if convolutions else RULES
         self.mismatch: str | None = None
         self._norms: dict[Any, nn.Module | None] | None = None
 
@@ -90,9 +94,8 @@ def _as_strided(base, shape, stride, offset):
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
-_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, masks.unpack, torch.reshape)
+_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, _C.recipes.unpack_mask, torch.reshape)
 _C.recipes.set_up(
-    rules=RULES,
     in_place=IN_PLACE,
     rule_of_op=Op,
     of_all_outputs=OF_ALL_OUTPUTS,

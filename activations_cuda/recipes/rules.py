@@ -171,12 +171,18 @@ def addcdiv(self, tensor1, tensor2, value):
     return torch.addcdiv(self, tensor1, tensor2, value=value)
 
 
-def max_pool2d(*arguments):
-    return aten.max_pool2d_with_indices(*arguments)[0]
+def max_pool2d(input, indices):
+    return _gathered(input.flatten(-2), indices.flatten(-2), indices)
 
 
-def max_pool3d(*arguments):
-    return aten.max_pool3d_with_indices(*arguments)[0]
+def max_pool3d(input, indices):
+    return _gathered(input.flatten(-3), indices.flatten(-3), indices)
+
+
+def _gathered(planes, indices, like):
+    """The elements that were the greatest: it is for their indices that backward saves them."""
+    values = torch.empty_like(like, dtype=planes.dtype)
+    return torch.gather(planes, -1, indices, out=values.view(indices.shape)).view(like.shape)
 
 
 def adaptive_avg_pool2d(input, shape):
@@ -277,8 +283,8 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "AvgPool2DBackward0": op(aten.avg_pool2d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AvgPool3DBackward0": op(aten.avg_pool3d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AdaptiveAvgPool2DBackward0": op(adaptive_avg_pool2d, SHAPE),
-    "MaxPool2DWithIndicesBackward0": op(max_pool2d, *WINDOW, "dilation", "ceil_mode"),
-    "MaxPool3DWithIndicesBackward0": op(max_pool3d, *WINDOW, "dilation", "ceil_mode"),
+    "MaxPool2DWithIndicesBackward0": Op(max_pool2d, ("self",), saved=("result1",)),
+    "MaxPool3DWithIndicesBackward0": Op(max_pool3d, ("self",), saved=("result1",)),
     # views in the middle of a chain; one that is saved itself is its base and a geometry
     "ViewBackward0": unsaved(torch.reshape, SHAPE),
     "UnsafeViewBackward0": unsaved(torch.reshape, SHAPE),
@@ -299,6 +305,19 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "SplitWithSizesBackward0": one_of(torch.split_with_sizes, "split_sizes", "dim"),
     "UnbindBackward0": one_of(torch.unbind, "dim"),
 }
+
+def depthwise_convolution(step: Step) -> Result:
+    weight, *arguments = step.operand(1, "weight"), *step.arguments(*CONVOLUTION)
+    if step.node._saved_transposed or step.node._saved_groups < 2 or weight.sizes[1] != 1:  # type: ignore[attr-defined]
+        raise Underivable
+    bias = None if step.node.next_functions[2][0] is None else step.operand(2)
+    return torch.convolution, (step.operand(0, "input"), weight, bias), tuple(arguments)
+
+
+CONVOLUTION = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+
+# Those of recompute(convolutions=True).
+RULES_WITH_CONVOLUTIONS = {**RULES, "ConvolutionBackward0": depthwise_convolution}
 
 # For an operand that is a temporary: the same, written to it.
 IN_PLACE = {

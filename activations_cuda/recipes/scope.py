@@ -45,6 +45,7 @@ class recompute:
     Args:
         model: the module, if biases of its norms are frozen: their outputs follow only if these are known.
         check: compare every recipe with its tensor, in every step, and raise an error where they differ.
+        convolutions: recompute depthwise convolutions too, which take little longer than a copy.
 
     Raises:
         RuntimeError: at the end of a scope with ``check=True``, if a recipe gave other bits. In backward, as autograd would, if
@@ -52,26 +53,27 @@ class recompute:
         TypeError: ``model`` isn't a module.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, check: bool = False) -> None:
+    def __init__(self, model: nn.Module | None = None, *, check: bool = False, convolutions: bool = False) -> None:
         if not IS_AVAILABLE:
             raise RuntimeError(f"recompute: expected torch 2.11 or newer, got {torch.__version__}")
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}")
-        self.model, self.check = model, check
+        self.model, self.check, self.convolutions = model, check, convolutions
 
     def _hook(self, outer):
         """What to have autograd call, or None where this scope does nothing."""
         if not _autograd._saved_tensors_hooks_is_enabled():  # within torch.func's transforms
             return None
         if outer is None:
-            return Hook(self.model, self.check, None)
+            return Hook(self.model, self.check, None, self.convolutions)
         if getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return None  # saves nothing itself, and counts what its function saves
         around = getattr(outer[0], "__self__", None)
         if isinstance(around, Hook):
             model = around.model if self.model is None else self.model
-            return Hook(model, self.check or around.check, around.outer)
-        return Hook(self.model, self.check, outer)
+            convolutions = self.convolutions or around.convolutions
+            return Hook(model, self.check or around.check, around.outer, convolutions)
+        return Hook(self.model, self.check, outer, self.convolutions)
 
     def __enter__(self) -> "recompute":
         if not is_dynamo_compiling():

@@ -94,6 +94,15 @@ inline at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
   return Cpu::empty_bytes(like, bytes);
 }
 
+inline at::Tensor empty_strided(const at::Tensor& like, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
+#if defined(FASTACT_CUDA)
+  if (like.is_cuda()) {
+    return at::Tensor(at::detail::empty_strided_cuda(sizes, strides, dtype, like.device()));
+  }
+#endif
+  return at::Tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
+}
+
 inline bool is_capturing([[maybe_unused]] at::Device device) {
 #if defined(FASTACT_CUDA)
   if (device.is_cuda()) {

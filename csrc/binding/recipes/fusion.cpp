@@ -395,15 +395,6 @@ void launch(const Program& program, const at::Tensor& output) {
       0, output.numel(), at::internal::GRAIN_SIZE, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
 }
 
-at::Tensor empty_strided(const at::Tensor& like, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
-#if defined(FASTACT_CUDA)
-  if (like.is_cuda()) {
-    return at::Tensor(at::detail::empty_strided_cuda(sizes, strides, dtype, like.device()));
-  }
-#endif
-  return at::Tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
-}
-
 // An operand of a program that counts in other sizes than its reader's, as one of those sizes.
 std::optional<at::Tensor> viewed(const at::Tensor& tensor, at::IntArrayRef from, at::IntArrayRef sizes) {
   return tensor.sizes() == from && tensor.is_contiguous() ? std::optional(tensor.view(sizes)) : std::nullopt;

@@ -21,6 +21,7 @@
 
 #include "../../torch_version.h"
 #include "fusion.h"
+#include "masks.h"
 #include "value.h"
 
 namespace fastact::recipes {
@@ -30,7 +31,6 @@ using torch::autograd::Node;
 
 // What Python gives this file, see recipes/hook.py.
 struct Callbacks {
-  py::dict rules;             // a node's name -> a rule
   py::object rule_of_op;      // the class of the rules that are data
   py::object of_all_outputs;  // names of the nodes whose rules are for every output
   py::object underivable;     // the exception
@@ -408,7 +408,8 @@ py::object by_function(Step& step, const py::object& name, const py::object& rul
 
 py::object derive(Step step) {
   const py::object name = name_of(*step.node);
-  const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(callbacks->rules.ptr(), name.ptr()));
+  const py::object rules = attribute(step.hook, NAME("rules"));  // by the names of nodes
+  const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
   if (!rule || step.depth > kMaxDepth || (step.number && !callbacks->of_all_outputs.contains(name))) {
     return {};
   }
@@ -585,16 +586,17 @@ py::object or_underivable(py::object value) {
 
 void add_hook(py::module_& module) {
   add_value_type(module);
+  add_masks(module);
   module.def(
       "set_up",
-      [](py::dict rules, const py::dict& in_place, py::object rule_of_op, py::object of_all_outputs, py::object underivable,
+      [](const py::dict& in_place, py::object rule_of_op, py::object of_all_outputs, py::object underivable,
          py::tuple plain_types, py::object step, py::object mask, py::object is_right, py::object as_strided, py::object failed,
          py::object shape, py::object dtype) {
         set_in_place(in_place);
-        callbacks = new Callbacks{rules, rule_of_op, of_all_outputs, underivable, plain_types,
+        callbacks = new Callbacks{rule_of_op, of_all_outputs, underivable, plain_types,
                                   step,  mask,       is_right,       as_strided,  failed,      shape,      dtype};
       },
-      py::kw_only(), py::arg("rules"), py::arg("in_place"), py::arg("rule_of_op"), py::arg("of_all_outputs"),
+      py::kw_only(), py::arg("in_place"), py::arg("rule_of_op"), py::arg("of_all_outputs"),
       py::arg("underivable"), py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"),
       py::arg("as_strided"), py::arg("failed"), py::arg("shape"), py::arg("dtype"));
   module.def("pack_hook", [](const py::object& hook) {

@@ -7,6 +7,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -433,6 +434,8 @@ PyGetSetDef properties[] = {
        return value.held.defined() ? THPVariable_Wrap(value.held) : or_none(value.held_outside);
      },
      nullptr, "what is kept: the tensor, or what the hooks around the scope made of it", nullptr},
+    {"sizes", [](PyObject* self, void*) { return py::cast(value_of(self).sizes_of().vec()).release().ptr(); }, nullptr, nullptr,
+     nullptr},
     {"operands", operands_of, nullptr, nullptr, nullptr},
     {"arguments", [](PyObject* self, void*) { return or_none(value_of(self).arguments); }, nullptr, nullptr, nullptr},
     {"roots", roots_of, nullptr, "the kept values that it follows from in the end", nullptr},
