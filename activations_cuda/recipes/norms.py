@@ -207,6 +207,14 @@ def _group_norm_affine(x, w, b, mean, rstd, n, c, hw, groups, *_):
     return _into(X, x, torch.addcmul, _fma(-mean, scale, b), X, scale).to(x.dtype)
 
 
+def _group_norm_in_two(x, w, b, mean, rstd, n, c, hw, groups, *_):
+    """Whose scale and shift another kernel has computed."""
+    X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
+    scale = rstd if w is None else rstd * w
+    shift = (mean * scale).neg_() if b is None else b - mean * scale
+    return _into(X, x, torch.addcmul, shift, X, scale).to(x.dtype)
+
+
 def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups, *_):
     X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
     y = (X - mean).mul_(rstd)
@@ -215,7 +223,9 @@ def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups, *_):
     return y.to(x.dtype)
 
 
-_GROUP_NORM = Candidates((_group_norm_whole, _group_norm_affine, _group_norm_centred), _group_norm_op, _closest_of_channels)
+_GROUP_NORM = Candidates(
+    (_group_norm_whole, _group_norm_in_two, _group_norm_affine, _group_norm_centred), _group_norm_op, _closest_of_channels
+)
 # Not saved from torch 2.15 on.
 _SAVES_EPS = hasattr(getattr(torch._C._functions, "NativeGroupNormBackward0", None), "_saved_eps")
 GROUPS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])

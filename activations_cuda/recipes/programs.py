@@ -1,4 +1,4 @@
-"""Which formulas this package's kernel computes, those of a chain of recipes in one pass: by its steps (csrc/recipes/program.h).
+"""Which formulas this package's kernel computes, those of a chain of recipes in one pass: by steps (csrc/recipes/program.h).
 
 A formula without a program, on another device or of another dtype, is computed by itself. No program is taken on trust either
 (:mod:`.verification`).
@@ -48,6 +48,7 @@ PROGRAMS: dict[Callable[..., Tensor], tuple[Step, ...]] = {
     norms._batch_norm_elementwise: _norm("batch_norm", "channels", "channels", bias=0.0),
     norms._batch_norm_scaled: _norm("scaled_norm", "channels", "channels"),
     norms._batch_norm_affine: _norm("affine_norm", "channels", "channels"),
+    norms._group_norm_in_two: _norm("group_norm", "groups", "channels"),
     norms._group_norm_affine: _norm("affine_norm", "groups", "channels"),
     norms._group_norm_centred: _norm("layer_norm", "groups", "channels"),
     norms._layer_norm_affine: _norm("layer_norm", "broadcast", "broadcast"),

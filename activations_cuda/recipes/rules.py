@@ -306,6 +306,7 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "UnbindBackward0": one_of(torch.unbind, "dim"),
 }
 
+
 def depthwise_convolution(step: Step) -> Result:
     weight, *arguments = step.operand(1, "weight"), *step.arguments(*CONVOLUTION)
     if step.node._saved_transposed or step.node._saved_groups < 2 or weight.sizes[1] != 1:  # type: ignore[attr-defined]

@@ -57,7 +57,7 @@ class Candidates:
             if weight is not None:
                 weight = torch.empty_like(weight).normal_(generator=generator)
             if bias is not None:
-                # Where summands cancel out, or are next to nothing, what is left is how they were rounded: half types show it too.
+                # Where summands cancel out, or are next to nothing, their rounding is what is left: half types show it too.
                 if trial % 2:
                     bias = torch.empty_like(bias).normal_(std=2.0 ** -(trial % 24), generator=generator)
                 else:

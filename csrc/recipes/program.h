@@ -24,6 +24,7 @@ namespace fastact {
   STEP(batch_norm, 4)       \
   STEP(scaled_norm, 4)      \
   STEP(affine_norm, 4)      \
+  STEP(group_norm, 4)       \
   STEP(layer_norm, 4)       \
   STEP(clamp, 2)            \
   STEP(silu, 0)             \

@@ -30,7 +30,8 @@ constexpr int references_of(Code code) {
 }
 
 FASTACT_HOST_DEVICE constexpr bool is_norm(Code code) {
-  return code == Code::batch_norm || code == Code::scaled_norm || code == Code::affine_norm || code == Code::layer_norm;
+  return code == Code::batch_norm || code == Code::scaled_norm || code == Code::affine_norm || code == Code::group_norm ||
+         code == Code::layer_norm;
 }
 
 template <Code code>
@@ -70,9 +71,12 @@ FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
     return fma(c * (x - a), b, d);
   } else if constexpr (code == Code::scaled_norm) {  // cuDNN's
     return fma(x - a, c * b, d);
-  } else if constexpr (code == Code::affine_norm) {  // ATen's of groups, and of batches on the CPU
+  } else if constexpr (code == Code::affine_norm) {  // ATen's on the CPU
     const float scale = c * b;
     return fma(x, scale, fma(-a, scale, d));
+  } else if constexpr (code == Code::group_norm) {  // ATen's, where another kernel has taken the parameters together
+    const float scale = c * b;
+    return fma(x, scale, d - a * scale);
   } else if constexpr (code == Code::layer_norm) {
     return fma((x - a) * b, c, d);
   } else if constexpr (code == Code::clamp) {

@@ -109,7 +109,8 @@ class Builder {
 
   // Appends what computes a recipe's element.
   bool append(Value& recipe) {
-    if (!recipe.fuses || !is_float(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) || !note(recipe.dtype)) {
+    if (!recipe.fuses || !is_float(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) ||
+        !note(recipe.dtype)) {
       return false;
     }
     ++formulas_;
@@ -237,9 +238,8 @@ class Builder {
       const FormulaReference& reference = formula.references[k];
       const bool is_operand = reference.operand >= 0 && is_value(recipe.operands[reference.operand]);
       const bool is_set =
-          is_operand
-              ? add_leaf(recipe, value_of(recipe.operands[reference.operand]), reference.place, &step.reference[k])
-              : set_number(recipe, reference, &step.reference[k]);
+          is_operand ? add_leaf(recipe, value_of(recipe.operands[reference.operand]), reference.place, &step.reference[k])
+                     : set_number(recipe, reference, &step.reference[k]);
       if (!is_set) {
         return false;
       }
@@ -347,7 +347,8 @@ struct Geometry {
 };
 
 // The strides of an operand along the output's dimensions, if it fits them; in groups these have been split.
-std::optional<at::DimVector> strides_along(at::IntArrayRef output, at::IntArrayRef sizes, at::IntArrayRef strides, Place place) {
+std::optional<at::DimVector> strides_along(
+    at::IntArrayRef output, at::IntArrayRef sizes, at::IntArrayRef strides, Place place) {
   at::DimVector result(output.size(), 0);
   if (place == Place::channels) {
     if (sizes.size() != 1 || output.size() < 2 || sizes[0] != output[1]) {
@@ -444,7 +445,7 @@ std::optional<at::Tensor> Builder::run() {
   Geometry geometry;
   geometry.sizes = sizes_;
   geometry.strides.push_back(
-      is_view             ? in_order
+      is_view              ? in_order
       : root_->has_strides ? root_->strides
       : dense.defined()    ? at::DimVector(dense.strides())
                            : in_order);
@@ -496,39 +497,6 @@ std::optional<at::Tensor> Builder::run() {
     return std::nullopt;
   }
   const at::Tensor output = empty_strided(like, root_->dtype, sizes, strides);
-  if (getenv("FASTACT_TRACE")) {
-    std::string t = "TRACE dims";
-    t += std::to_string(program.dims) + (program.element == Element::float32 ? " f32" : " half");
-    for (int k = 0; k < program.steps; ++k) {
-      static const char* names[] = {
-#define STEP(name, references) #name,
-          FASTACT_STEPS(STEP)};
-#undef STEP
-      t += std::string(" | ") + names[(int)program.step[k].code] + (program.step[k].rounded_to == Element::float32 ? "" : "!");
-      static const int refs[] = {
-#define STEP(name, references) references,
-          FASTACT_STEPS(STEP)};
-#undef STEP
-      for (int r = 0; r < refs[(int)program.step[k].code]; ++r) {
-        int o = program.step[k].reference[r].operand;
-        if (o < 0) {
-          t += o == -1 ? " n" : " stash";
-          continue;
-        }
-        const auto& op = program.operand[o];
-        bool dense = true, col = true;
-        int64_t at = 1;
-        for (int d = 0; d < program.dims; ++d) {
-          dense &= op.stride[d] == at;
-          at *= program.size[d];
-          col &= op.stride[d] == (d == 0);
-        }
-        t += std::string(" ") + (dense ? "dense" : col ? "col" : op.stride[0] == 0 ? "row" : op.stride[0] == 1 ? "any" : "STRIDED") +
-             (op.element == Element::bit ? ".bit" : op.element == Element::float32 ? ".f32" : ".half");
-      }
-    }
-    fprintf(stderr, "%s\n", t.c_str());
-  }
   program.output = output.data_ptr();
   program.element = element_of(root_->dtype);
   launch(program, output);
@@ -537,8 +505,7 @@ std::optional<at::Tensor> Builder::run() {
 
 }  // namespace
 
-void set_programs(
-    const py::dict& given, py::object tabulated, py::object table, py::object unpack_bits, py::object reshape) {
+void set_programs(const py::dict& given, py::object tabulated, py::object table, py::object unpack_bits, py::object reshape) {
   programs = new Programs{{}, std::move(tabulated), std::move(table), std::move(unpack_bits), std::move(reshape)};
   for (const auto& [formula, steps] : given) {
     auto& of_formula = programs->steps[formula.ptr()];

@@ -35,11 +35,11 @@ struct Callbacks {
   py::object of_all_outputs;  // names of the nodes whose rules are for every output
   py::object underivable;     // the exception
   py::tuple plain_types;
-  py::object step;        // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
-  py::object mask;        // (hook, tensor) -> a value
-  py::object is_right;    // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
-  py::object as_strided;  // a view's formula
-  py::object failed;      // (tensor, error)
+  py::object step;          // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
+  py::object mask;          // (hook, tensor) -> a value
+  py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object as_strided;    // a view's formula
+  py::object failed;        // (tensor, error)
   py::object shape, dtype;  // what stands among a rule's arguments for the output's own
 };
 
@@ -593,12 +593,12 @@ void add_hook(py::module_& module) {
          py::tuple plain_types, py::object step, py::object mask, py::object is_right, py::object as_strided, py::object failed,
          py::object shape, py::object dtype) {
         set_in_place(in_place);
-        callbacks = new Callbacks{rule_of_op, of_all_outputs, underivable, plain_types,
-                                  step,  mask,       is_right,       as_strided,  failed,      shape,      dtype};
+        callbacks = new Callbacks{rule_of_op, of_all_outputs, underivable, plain_types, step, mask,
+                                  is_right,   as_strided,     failed,      shape,       dtype};
       },
-      py::kw_only(), py::arg("in_place"), py::arg("rule_of_op"), py::arg("of_all_outputs"),
-      py::arg("underivable"), py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"),
-      py::arg("as_strided"), py::arg("failed"), py::arg("shape"), py::arg("dtype"));
+      py::kw_only(), py::arg("in_place"), py::arg("rule_of_op"), py::arg("of_all_outputs"), py::arg("underivable"),
+      py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"), py::arg("as_strided"), py::arg("failed"),
+      py::arg("shape"), py::arg("dtype"));
   module.def("pack_hook", [](const py::object& hook) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
   });

@@ -1,8 +1,8 @@
 // The GPU's kernel. A thread computes a few vectors that are alike but for their rows, so that what is the same in all rows, as
 // a channel's statistics are in channels-last, is read once.
 //
-// It is compiled as an interpreter, which runs any program, and for forms: the steps of common programs, known in advance. On an
-// H100 forms take 0.96 to 1.03 of the time in which a copy moves the same bytes, the interpreter 1.5 to 3 times that.
+// It is compiled as an interpreter, which runs any program, and for forms: the steps of common programs, known in advance. On
+// an H100 forms take 0.96 to 1.03 of the time in which a copy moves the same bytes, the interpreter 1.5 to 3 times that.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -167,7 +167,8 @@ __device__ void store(const float (&x)[n], Element element, int64_t offset, void
 template <class T, int n, class Form>
 class Thread {
  public:
-  __device__ Thread(const Launch& launch, int64_t inner, int64_t row) : launch_(launch), program_(launch.program), inner_(inner) {
+  __device__ Thread(const Launch& launch, int64_t inner, int64_t row)
+      : launch_(launch), program_(launch.program), inner_(inner) {
 #pragma unroll
     for (int u = 0; u < Form::rows; ++u) {
       int64_t i = min(row + u * launch.step, launch.rows - 1);
@@ -294,9 +295,8 @@ class Thread {
       const Element element = layout == Layout::dense         ? (n == 8 ? Element::bfloat16 : Element::float32)
                               : layout == Layout::half_column ? Element::bfloat16  // stands for T
                               : layout == Layout::bits        ? Element::bit
-                              : layout == Layout::any || layout == Layout::dense_any
-                                  ? of.element
-                                  : Element::float32;
+                              : layout == Layout::any || layout == Layout::dense_any ? of.element
+                                                                                     : Element::float32;
       load<T>(of.data, element, is_one, is_dense ? dense_[u] : is_column ? inner_ : offset_, to);
     } else if (reference(k, r).operand == Reference::kNumber) {
       fill(reference(k, r).number, to);
@@ -496,8 +496,8 @@ using Add = StepOf<Code::add, dense, number>;
 template <Layout layout>
 using Multiply = StepOf<Code::multiply, layout>;
 
-// A normalisation, and what follows it: nothing, ReLU, SiLU, a residual, or another normalisation of the same kind as one. `dims`
-// are its own.
+// A normalisation, and what follows it: nothing, ReLU, SiLU, a residual, or another normalisation of the same kind as one.
+// `dims` are its own.
 template <class T, int n, int dims, class Norm>
 bool start_norm(Launch& launch, cudaStream_t stream) {
   using Silu = StepOf<Code::silu>;
@@ -525,14 +525,13 @@ void start_common(Launch& launch, cudaStream_t stream) {
   start_norm<T, n, two, StepOf<Code::batch_norm, column, column, column, column>>(launch, stream) ||  // channels-last
       start_norm<T, n, two, StepOf<Code::scaled_norm, column, column, column, column>>(launch, stream) ||
       start_norm<T, n, more, StepOf<Code::batch_norm, row, same_row, same_row, same_row>>(launch, stream) ||
-      start_norm<T, n, more, StepOf<Code::affine_norm, row, same_row, row, same_row>>(launch, stream) ||  // of groups
+      start_norm<T, n, more, StepOf<Code::group_norm, row, same_row, row, same_row>>(launch, stream) ||
       start_form<
           T, n, Form<2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
           Form<2, two, Load, StepOf<Code::layer_norm, row, same_row, half_column, half_column>>,
-          Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>,
-          Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
+          Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
           Form<2, two, LoadAny, Multiply<row>, Multiply<column>>, Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
-          Form<4, two, Load, LookUp, Multiply<dense>>,  // SwiGLU
+          Form<4, two, Load, LookUp, Multiply<dense>>,                                                  // SwiGLU
           Form<2, two, LoadAny>, Form<2, two, LoadAny, Multiply<number>, Multiply<Layout::dense_any>>,  // GELU, composed
           Form<2, two, LoadAny, Multiply<number>, StepOf<Code::add, Layout::dense_any, number>, Multiply<number>>,
           Form<2, two, LoadAny, Bits, Multiply<number>>,  // dropout
