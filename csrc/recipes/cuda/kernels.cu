@@ -43,6 +43,7 @@ template <int rows_, int dims_, class... Steps>
 struct Form {
   static constexpr bool is_known = true;
   static constexpr int rows = rows_, dims = dims_, steps = sizeof...(Steps);
+  static constexpr int blocks = 0;  // of a multiprocessor, at least: for ptxas to say
 
   FASTACT_HOST_DEVICE static constexpr Code code(int k) {
     constexpr Code all[] = {Steps::code...};
@@ -59,6 +60,7 @@ struct Form {
 struct Interpreted {
   static constexpr bool is_known = false;
   static constexpr int rows = 1, dims = Program::kMaxDims;
+  static constexpr int blocks = 1;  // or ptxas would spill registers for more
 };
 
 // Two numbers of a half type, which are converted at once: one by one it takes several times as long.
@@ -357,7 +359,7 @@ class Thread {
 };
 
 template <class T, int n, class Form>
-__global__ void __launch_bounds__(kBlock) run_kernel(const __grid_constant__ Launch launch) {
+__global__ void __launch_bounds__(kBlock, Form::blocks) run_kernel(const __grid_constant__ Launch launch) {
   int64_t vector = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
   const int64_t row = launch.vectors.divide(&vector);
   if (row >= launch.step) {
