@@ -39,7 +39,7 @@ TESTS = [  # the quick ones first
 ]
 
 
-RECOMPUTE_TESTS = ["test_recompute.py", "test_rules.py"]
+RECOMPUTE_TESTS = ["test_programs.py", "test_recompute.py", "test_rules.py"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 
 VALUE = "csrc/binding/recipes/value.cpp"
+FUSION = "csrc/binding/recipes/fusion.cpp"
+STEPS = "csrc/recipes/steps.h"
+CPU_PROGRAM = "csrc/recipes/cpu/kernels.cpp"
+CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
 HOOK = "csrc/binding/recipes/hook.cpp"
 RECIPES = "activations_cuda/recipes/"
 
@@ -213,9 +217,26 @@ RECOMPUTE = [
     Mutant("the formula is not in the key", HOOK, "number_of_object(recipe.formula), ", ""),
     Mutant("writes between op and saver", HOOK, "recipe.version > recipe.max_writes", "false"),
     Mutant("no verification", RECIPES + "hook.py", "if untried and not verify(recipe, untried, tensor):", "if False:"),
-    Mutant("no trials", RECIPES + "verification.py", "for _ in range(", "for _ in range(0 * "),
+    Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
+    Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
+    Mutant("other bits of a program", RECIPES + "verification.py", "each.fuses = False", "each.fuses = True"),
+    Mutant("shift contracted as in affine", STEPS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),
+    Mutant("not rounded between ops", FUSION, "rounded_to = element_of(recipe.dtype);", "rounded_to = Element::float32;"),
+    Mutant("a second stash", FUSION, "if (is_commutative && !uses_stash_ && (", "if (is_commutative && ("),
+    Mutant("sizes of a view", FUSION, "sizes_ = found->sizes;", ""),
+    Mutant("dimensions joined for the output alone", FUSION, "continues = strides[k + 1][dim] ==", "continues = true ||"),
+    Mutant("a group's statistics for all", FUSION, "geometry.strides[k + 1][1] = leaves_[k].tensor.stride(1);", ""),
+    Mutant("subnormals that are flushed", FUSION, "flushes_subnormals() || ", ""),
+    Mutant("bits in the other order", CPU_PROGRAM, "[offset / 8] >> (offset % 8) & 1", "[offset / 8] >> (7 - offset % 8) & 1"),
+    Mutant("a row's end is not seen", CPU_PROGRAM, "std::min(end - at, program.size[0] - coordinate[0])", "end - at"),
+    Mutant(
+        "the last bools are not packed",
+        CPU_MASKS,
+        "std::min<int64_t>(8, n - byte * 8); ++i) {\n      packed",
+        "8; ++i) {\n      packed",
+    ),
     Mutant("a mask that was written to", RECIPES + "masks.py", " and version == base._version", ""),
-    Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer)", "around.check, None)"),
+    Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),
 ]
 OUTCOMES = {True: "caught", False: "all pass", None: "can't tell"}
 
