@@ -167,8 +167,17 @@ CHAINS = {
     "swiglu": lambda: Rows(Swiglu()),
     "dropout": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3)),
     "dropout, residual": lambda: Rows(nn.Linear(16, 16), nn.Dropout(0.3), nn.LayerNorm(16)),
-    "scaled": lambda: nn.Sequential(nn.BatchNorm2d(16), activations_cuda.Hardtanh(-0.4, 0.6)),
+    "masked": lambda: nn.Sequential(nn.BatchNorm2d(16), Masked()),
+    "hardtanh": lambda: nn.Sequential(nn.BatchNorm2d(16), activations_cuda.Hardtanh(-0.4, 0.6)),
 }
+
+
+class Masked(nn.Module):
+    """By a mask that is broadcast."""
+
+    def forward(self, x):
+        mask = torch.rand(x.shape[0], x.shape[1], x.shape[2], 1, device=x.device) > 0.5
+        return F.relu(x.float() * mask * 2)
 
 
 class Net(nn.Module):

@@ -264,7 +264,9 @@ class Builder {
   }
 
   bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
-    const bool is_bits = value.is_recipe() && value.formula.is(programs->unpack_bits);
+    // A mask that is broadcast isn't read eight at a time.
+    const bool is_bits = value.is_recipe() && value.formula.is(programs->unpack_bits) &&
+                         at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
     if (leaves_.size() == Program::kMaxOperands || (!is_bits && (!is_float(value.dtype_of()) || !note(value.dtype_of())))) {
       return false;
     }
