@@ -11,7 +11,7 @@ from torch import nn
 import activations_cuda
 from activations_cuda import _C
 from activations_cuda.recipes import norms, programs, rules
-from activations_cuda.recipes.verification import is_identical
+from activations_cuda.recipes.verification import Candidates, is_identical
 from recomputing import Keep, compare
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -243,6 +243,18 @@ def test_a_program_that_gives_other_bits_is_not_used(monkeypatch):
         _C.recipes.forget_chosen()
 
 
+def test_formulas_that_differ_beside_the_mean_alone():
+    """In bfloat16 throughout, all sums of a batch norm may be exact in float32, until a small bias is added to one of them."""
+    torch.manual_seed(0)
+    steps = torch.randint(1, 30, (2, 8, 4, 4))
+    x = (25 + torch.cat([steps, -steps, torch.zeros_like(steps)])).div(64).bfloat16()  # the mean is one of the elements
+    weight, bias = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
+    _, *statistics = norms.native_batch_norm(x, weight, bias, 1e-5)
+    candidates = Candidates(norms.NATIVE, norms.native_batch_norm, norms._closest_of_channels)
+    formula, _ = candidates.choose(x, weight, bias, *statistics, 1e-5)
+    assert formula is not norms._batch_norm_elementwise  # CUDA's
+
+
 def set_programs(given):
     _C.recipes.set_programs(given, programs.TABULATED, programs.table, _C.recipes.unpack_mask, torch.reshape)
 
@@ -289,8 +301,8 @@ def test_every_step_is_reached():
     assert codes | {"load", "stash", "look_up"} == set(_C.recipes.steps)
 
 
-def test_the_page_of_programs_is_whole():
-    """Formulas of norms that have no program are PyTorch's own ops."""
+def test_formulas_without_a_program():
+    """They are PyTorch's own ops."""
     formulas = {f for c in itertools.chain([norms.NATIVE, norms.CUDNN, norms.MIOPEN]) for f in c}
     assert {f.__name__ for f in formulas - set(programs.PROGRAMS)} == {
         "_batch_norm_whole",
