@@ -12,7 +12,7 @@ import activations_cuda
 from activations_cuda import _C
 from activations_cuda.recipes import norms, programs, rules
 from activations_cuda.recipes.verification import Candidates, is_identical
-from recomputing import Keep, compare
+from recomputing import Keep, Scope, compare
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
@@ -309,3 +309,16 @@ def test_formulas_without_a_program():
         "_batch_norm_cudnn",
         "_batch_norm_miopen",
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounds_where_ops_round(dtype, device):
+    """Else the program would be refused, and PyTorch's ops give the right bits."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
+    _C.recipes.forget_chosen()
+    with Scope() as scope:
+        loss = Keep.apply(F.relu(x * 0.3 + x)).sum()
+    recipes = [value for value in scope.values() if value.is_recipe]
+    assert recipes and all(value.fuses for value in recipes)
+    loss.backward()

@@ -532,7 +532,7 @@ void start_common(Launch& launch, cudaStream_t stream) {
           T, n, Form<2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
           Form<2, two, Load, StepOf<Code::layer_norm, row, same_row, half_column, half_column>>,
           Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
-          Form<2, two, LoadAny, Multiply<row>, Multiply<column>>, Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
+          Form<1, two, LoadAny, Multiply<row>, Multiply<column>>, Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
           Form<4, two, Load, LookUp, Multiply<dense>>,                                                  // SwiGLU
           Form<2, two, LoadAny>, Form<2, two, LoadAny, Multiply<number>, Multiply<Layout::dense_any>>,  // GELU, composed
           Form<2, two, LoadAny, Multiply<number>, StepOf<Code::add, Layout::dense_any, number>, Multiply<number>>,
