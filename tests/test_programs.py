@@ -1,6 +1,5 @@
 """The kernel that computes a chain of recipes: the same bits as the formulas of which the chain consists."""
 
-import itertools
 import math
 
 import pytest
@@ -303,7 +302,7 @@ def test_every_step_is_reached():
 
 def test_formulas_without_a_program():
     """They are PyTorch's own ops."""
-    formulas = {f for c in itertools.chain([norms.NATIVE, norms.CUDNN, norms.MIOPEN]) for f in c}
+    formulas = {*norms.NATIVE, *norms.CUDNN, *norms.MIOPEN}
     assert {f.__name__ for f in formulas - set(programs.PROGRAMS)} == {
         "_batch_norm_whole",
         "_batch_norm_cudnn",

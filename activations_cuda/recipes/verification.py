@@ -51,8 +51,9 @@ class Candidates:
         arguments = others[count:]
         size = max(1, input.numel())
         enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
+        product: Any = None if bias is None else self.closest(input, *others)
         for trial in range(max(enough, min(MAX_TRIALS_TO_DECIDE, MAX_ELEMENTS_TRIED // size))):
-            if trial >= enough and len({formula for formula, _ in choices}) < 2:
+            if trial >= enough and sum(fuses for _, fuses in choices) < 2:  # PyTorch's own op, which fits, has no program
                 break
             if weight is not None:
                 weight = torch.empty_like(weight).normal_(generator=generator)
@@ -61,7 +62,6 @@ class Candidates:
                 if trial % 2:
                     bias = torch.empty_like(bias).normal_(std=2.0 ** -(trial % 24), generator=generator)
                 else:
-                    product = self.closest(input, *others)
                     bias = (product if weight is None else product * weight).neg().to(bias.dtype)
             output, *found = self.op(input, weight, bias, *arguments)
             operands = input, weight, bias, *found[:count]
