@@ -33,6 +33,10 @@ def is_same(a, b):
     return is_identical(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
 
 
+def fused(formula, operands, arguments, like):
+    return _C.recipes.fused(_C.recipes.recipe(like, formula, operands, arguments))
+
+
 def operands_of(formula, x):
     """What a formula is given beside x, and arguments."""
     device, dtype = x.device, x.dtype
@@ -73,7 +77,7 @@ def test_program(formula, dtype, shape, layout, device):
         expected = formula(x, *operands, *arguments)
     except (RuntimeError, TypeError) as error:
         pytest.skip(str(error))
-    found = _C.recipes.fused(formula, (x, *operands), arguments, expected)
+    found = fused(formula, (x, *operands), arguments, expected)
     if found is None:
         assert device == "cpu" and formula is _C.silu  # whose exponential has other bits in vectors
     elif not (device == "cpu" and formula in (norms._batch_norm_affine, norms._batch_norm_scaled)):  # may not be contracted
@@ -88,12 +92,40 @@ def test_table(formula, dtype, device):
     arguments = arguments.get(formula, ())
     x = torch.randn(4, 64, 8, 9, device=device).mul_(4).to(dtype)
     expected = formula(x, *arguments)
-    found = _C.recipes.fused(formula, (x,), arguments, expected)
+    found = fused(formula, (x,), arguments, expected)
     assert (found is None) == (programs.table(formula, arguments, dtype, x) is None)
     if found is None:
         assert device == "cpu"
     else:
         assert is_same(found, expected)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("formula", [*norms.NATIVE, norms._group_norm_affine, rules.same], ids=lambda f: f.__name__)
+def test_gradient(formula, dtype, shape, layout, device):
+    """Through a recipe of a function's input: the gradient times two factors, one after the other."""
+    torch.manual_seed(0)
+    x = numbers(shape, device, dtype).contiguous(memory_format=layout)
+    operands, arguments = operands_of(formula, x)
+    try:
+        z = formula(x, *operands, *arguments)
+    except (RuntimeError, TypeError) as error:
+        pytest.skip(str(error))
+    recipe = _C.recipes.recipe(z, formula, (x, *operands), arguments)
+    if formula in programs.PROGRAMS and not is_same(_C.recipes.fused(recipe), z):
+        pytest.skip("not contracted on a CPU")
+    derivative = torch.randn(2**16, 2, device=device)
+    derivative[::7, 0] = -0.0  # selects
+    derivative[torch.arange(2**16, device=device).to(torch.int16).view(dtype).isnan()] = math.nan  # payloads aren't preserved
+    factors = derivative[z.view(torch.int16).long() & 0xFFFF]
+    for grad in numbers(shape, device, dtype), numbers(shape[:2], device, dtype)[..., None, None].expand(shape):
+        selects = (factors[..., 0] == 0) & factors[..., 0].signbit()
+        expected = torch.where(selects, 0, grad.float() * factors[..., 0] * factors[..., 1]).to(dtype)
+        found = _C.recipes.gradient(recipe, grad, derivative)
+        assert is_same(found, expected) and found.stride() == torch.ops.aten.silu_backward(grad, z).stride()
+    assert _C.recipes.gradient(recipe, grad.float(), derivative) is None
 
 
 class Gated(nn.Module):
@@ -167,8 +199,22 @@ CHAINS = {
     "dropout": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3)),
     "dropout, residual": lambda: Rows(nn.Linear(16, 16), nn.Dropout(0.3), nn.LayerNorm(16)),
     "masked": lambda: nn.Sequential(nn.BatchNorm2d(16), Masked()),
+    "our silu": lambda: nn.Sequential(nn.BatchNorm2d(16), activations_cuda.SiLU(inplace=True)),
+    "our silu, whose input has other readers": lambda: nn.Sequential(nn.BatchNorm2d(16), Both(activations_cuda.SiLU())),
+    "our hardswish": lambda: nn.Sequential(nn.GroupNorm(4, 16), activations_cuda.Hardswish(inplace=True)),
+    "our gelu": lambda: Rows(nn.LayerNorm(16), activations_cuda.GELU("tanh")),
+    "our mish, residual": lambda: Residual(nn.Sequential(nn.BatchNorm2d(16), activations_cuda.Mish(inplace=True))),
     "hardtanh": lambda: nn.Sequential(nn.BatchNorm2d(16), activations_cuda.Hardtanh(-0.4, 0.6)),
 }
+
+
+class Both(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x):
+        return self.activation(x) * Keep.apply(x)
 
 
 class Masked(nn.Module):
@@ -262,7 +308,7 @@ def test_subnormals_that_the_cpu_flushes():
     torch.set_flush_denormal(True)
     try:
         x = torch.full((64,), 1e-40)
-        assert _C.recipes.fused(torch.relu, (x,), (), x) is None
+        assert fused(torch.relu, (x,), (), x) is None
     finally:
         torch.set_flush_denormal(False)
 
@@ -289,7 +335,7 @@ def test_past_two_to_the_31():
     x = torch.randn(2**31 // 64 + 8, 64, device="cuda", dtype=torch.bfloat16)
     weight, bias = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
     mean, rstd = torch.randn(len(x), 1, device="cuda"), torch.rand(len(x), 1, device="cuda")
-    found = _C.recipes.fused(norms._layer_norm_affine, (x, weight, bias, mean, rstd), ((64,),), x)
+    found = fused(norms._layer_norm_affine, (x, weight, bias, mean, rstd), ((64,),), x)
     for rows in (slice(0, 4096), slice(-4096, None)):
         expected = norms._layer_norm_affine(x[rows], weight, bias, mean[rows], rstd[rows], (64,))
         assert torch.equal(found[rows], expected)
@@ -297,7 +343,7 @@ def test_past_two_to_the_31():
 
 def test_every_step_is_reached():
     codes = {step[0] for steps in programs.PROGRAMS.values() for step in steps}
-    assert codes | {"load", "stash", "look_up"} == set(_C.recipes.steps)
+    assert codes | {"load", "stash", "look_up", "gradient"} == set(_C.recipes.steps)
 
 
 def test_formulas_without_a_program():

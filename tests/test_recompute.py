@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from activations_cuda import _C, recompute
+from activations_cuda import _C, GELU, SiLU, recompute
 from activations_cuda.recipes import hook, masks, scope
 from activations_cuda.recipes.rules import IN_PLACE, RULES, op
 from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net
@@ -201,6 +201,23 @@ def test_scope_within_a_checkpoint(reentrant, backward_within):
         with scope() if backward_within else contextlib.nullcontext():
             loss = checkpoint(part, x, use_reentrant=reentrant).square().mean()
             return [*gradients(net, loss), x.grad]
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_smooth_activations_in_a_checkpoint_within(reentrant, inplace):
+    """They save the same in the forward pass and when it runs again, which is outside of the scope."""
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), SiLU(inplace), GELU())
+    part.to(torch.bfloat16)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+
+    def run(scope):
+        with scope():
+            loss = checkpoint(part, x, use_reentrant=reentrant).float().square().mean()
+        return gradients(part, loss)
 
     same_with_scope(run)
 
@@ -527,6 +544,127 @@ def test_written_to():
     for parameter in ("weight", "bias"):
         with pytest.raises(RuntimeError, match=message.format("a leaf")):
             broken(lambda c, y, net, parameter=parameter: getattr(net[1], parameter).mul_(2))
+
+
+def inplace(function):
+    """A net whose smooth activation, this package's, overwrites its input."""
+
+    def run(context):
+        torch.manual_seed(0)
+        conv, norm = nn.Conv2d(3, 8, 3).bfloat16(), nn.BatchNorm2d(8).bfloat16()
+        x = torch.randn(2, 3, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+        return function(context, x, conv, norm)
+
+    return run
+
+
+def test_written_to_by_an_activation():
+    """Its input is a recipe, or a copy where it is kept."""
+
+    def follows(context, x, conv, norm):
+        with context() as entered:
+            y = _C.silu_(norm(Keep.apply(conv(x))))
+            loss = Keep.apply(y).float().sum()
+        if isinstance(entered, Scope):
+            (value,) = (each for each in entered.values() if each.source == "written to")
+            assert value.is_recipe and value.operands[0].source == "NativeBatchNormBackward0"
+        return torch.autograd.grad(loss, (x, conv.weight, norm.weight))
+
+    def kept(context, x, conv, norm):
+        with context():
+            y = conv(x)
+            before = y.detach().clone()
+            _C.silu_(y)
+            loss = Keep.apply(y).float().sum()
+        assert torch.equal(y, F.silu(before))
+        return torch.autograd.grad(loss, (x, conv.weight))
+
+    def part(context, x, conv, norm):
+        with context():
+            y = norm(Keep.apply(conv(x)))
+            _C.hardswish_(y[1:])
+            loss = Keep.apply(y).float().sum()
+        return torch.autograd.grad(loss, (x, conv.weight, norm.weight))
+
+    def part_of_what_is_kept(context, x, conv, norm):
+        with context():
+            y = conv(x)
+            _C.gelu_(y.view(2, -1)[:1], "tanh")
+            loss = Keep.apply(y).float().sum()
+        return torch.autograd.grad(loss, (x, conv.weight))
+
+    def channels(context, x, conv, norm):
+        with context():
+            y = norm(Keep.apply(conv(x)))
+            _C.silu_(y[:, ::2])  # not dense
+            loss = Keep.apply(y).float().sum()
+        return torch.autograd.grad(loss, (x, conv.weight, norm.weight))
+
+    for function in follows, kept, part, part_of_what_is_kept, channels:
+        for context in recompute, Scope:
+            for one, other in zip(inplace(function)(context), inplace(function)(contextlib.nullcontext), strict=True):
+                assert_same(one, other)
+
+
+def test_written_to_by_an_activation_what_somebody_saved():
+    def run(context, x, conv, norm):
+        with context():
+            z = norm(Keep.apply(conv(x)))
+            saved = Keep.apply(z)
+            (_C.silu_(z) + saved).float().sum().backward()
+
+    for context in recompute, contextlib.nullcontext:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            inplace(run)(context)
+
+
+def test_derivatives_of_an_activation_that_wrote():
+    """Twice, of a graph that is kept, after the graph was freed, and where a hook is on top of the scope's."""
+
+    def twice(context, x, conv, norm):
+        with context():
+            y = _C.silu_(norm(conv(x) * 1))
+            (grad,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.float().square().sum(), (x, conv.weight, norm.weight))
+
+    def again(context, x, conv, norm):
+        with context():
+            loss = _C.mish_(norm(Keep.apply(conv(x)))).float().square().sum()
+        first = torch.autograd.grad(loss, x, retain_graph=True)
+        second = torch.autograd.grad(loss, x)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, x)
+        return *first, *second
+
+    def offloaded(context, x, conv, norm):
+        with context(), torch.autograd.graph.save_on_cpu():
+            loss = _C.silu_(norm(conv(x))).float().square().sum()
+        return torch.autograd.grad(loss, (x, norm.weight))
+
+    def around(context, x, conv, norm):
+        with torch.autograd.graph.save_on_cpu(), context():
+            loss = _C.silu_(norm(conv(x))).float().square().sum()
+        return torch.autograd.grad(loss, (x, norm.weight))
+
+    for function in twice, again, offloaded, around:
+        same_with_scope(inplace(function))
+
+
+def test_an_activation_that_writes_copies_nothing(device):
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 6, 6, device=device, requires_grad=True)
+    norm = nn.BatchNorm2d(8).to(device)
+    profile = torch.profiler.profile(acc_events=True)
+    for profiled in (contextlib.nullcontext(), profile):  # tables and formulas are found first
+        with torch.autocast(device, torch.bfloat16), recompute():
+            z = norm(Keep.apply(x.bfloat16()))
+            with profiled:
+                y = _C.silu_(z)
+        grad = torch.ones_like(y)
+        with profiled:
+            torch.autograd.grad(y, x, grad)
+    names = {event.name for event in profile.events()}
+    assert "aten::clone" not in names and ("aten::silu_backward" in names) == (device == "cpu"), names
 
 
 def test_written_to_and_saved_again():

@@ -160,9 +160,34 @@ def test_prelu_and_embedding(device):
     assert count[True] >= 2 and after < 0.5 * before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "silu", "hardswish", "mish"])
+def test_smooth_activations(function, dtype, device):
+    """This package's save their input in the scope, not a code, and follow from it."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 6, 6, device=device, dtype=dtype, requires_grad=True)
+    parameters = {"gelu": ("none",), "gelu_tanh": ("tanh",)}.get(function, ())
+    with Scope() as scope:
+        y = getattr(_C, function.removesuffix("_tanh"))(Keep.apply(x), *parameters)
+        loss = Keep.apply(y).sum()
+    assert y.grad_fn.name() == "SmoothBackward" and y.grad_fn._saved_parameters == parameters
+    assert "SmoothBackward" in [value.source for value in scope.values() if value.is_recipe]
+    (grad,) = torch.autograd.grad(loss, x)
+    reference = getattr(F, function.removesuffix("_tanh"))
+    options = {} if not parameters else {"approximate": parameters[0]}
+    assert torch.equal(grad, torch.autograd.grad(Keep.apply(reference(Keep.apply(x), **options)).sum(), x)[0])
+
+
 def test_every_rule_is_tried():
     """What no test reaches may be wrong."""
-    others = {"MaskedScaleBackward", "PreluKernelBackward0", "EmbeddingBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
+    others = {
+        "MaskedScaleBackward",
+        "SmoothBackward",
+        "PreluKernelBackward0",
+        "EmbeddingBackward0",
+        "ReshapeAliasBackward0",
+        "AliasBackward0",
+    }
     others |= {name for name in RULES if "Norm" in name}
     reached = set()
     for function in OPS.values():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from activations_cuda import _C
 from activations_cuda.recipes import masks, programs
-from activations_cuda.recipes.rules import IN_PLACE, OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS, Op
+from activations_cuda.recipes.rules import IN_PLACE, OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS, Op, same
 from activations_cuda.recipes.step import DTYPE, SHAPE, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
@@ -105,6 +105,7 @@ _C.recipes.set_up(
     mask=masks.value_of,
     is_right=_is_right,
     as_strided=_as_strided,
+    same=same,
     failed=_failed,
     shape=SHAPE,
     dtype=DTYPE,

@@ -135,8 +135,8 @@ def where(step: Step) -> Result:
     return torch.where, (step.saved("condition"), step.operand(0), step.operand(1)), ()
 
 
-def piecewise_linear(step: Step) -> Result:
-    """This package's, which save bits."""
+def activation(step: Step) -> Result:
+    """This package's own nodes, which say of which function they are."""
     function, parameters = step.arguments("function", "parameters")
     if function is None:
         raise Underivable  # a gradient
@@ -214,7 +214,8 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "ThresholdBackward0": threshold,
     "RreluWithNoiseBackward0": rrelu,
     "GluBackward0": op(F.glu, "dim"),
-    "MaskedScaleBackward": piecewise_linear,
+    "MaskedScaleBackward": activation,
+    "SmoothBackward": activation,
     # normalisations
     "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "eps"),
     "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, norms.cudnn_batch_norm, "epsilon"),

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from activations_cuda import _C
 from activations_cuda._torch_version import is_dynamo_compiling
 from activations_cuda.recipes.hook import Hook, unpack
 
@@ -81,7 +80,6 @@ class recompute:
             _entered.hooks.append(hook)
             if hook is not None:
                 _autograd._push_saved_tensors_default_hooks(hook.pack, unpack)
-                _C.save_inputs(True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -90,7 +88,6 @@ class recompute:
         hook = _entered.hooks.pop()
         if hook is not None:
             _autograd._pop_saved_tensors_default_hooks()
-            _C.save_inputs(any(_entered.hooks))
             if hook.mismatch is not None and error is None:
                 raise RuntimeError(f"recompute: {hook.mismatch}")
 

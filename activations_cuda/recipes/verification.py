@@ -73,7 +73,7 @@ def _fits(formula, fuses, operands, arguments, output):
     try:
         if not fuses:
             return is_identical(formula(*operands, *arguments), output)
-        found = _C.recipes.fused(formula, operands, arguments, output)
+        found = _C.recipes.fused(_C.recipes.recipe(output, formula, operands, arguments))
         return found is not None and is_identical(found, output)
     except RuntimeError as error:  # an op that isn't for this device or dtype
         log.debug("recompute: %s: %s", formula.__name__, error)

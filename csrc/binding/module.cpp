@@ -2,6 +2,7 @@
 // member of the family a direct way in: a call through torch.ops costs a microsecond more than the op itself.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,6 +19,7 @@
 #include "family.h"
 #include "find.h"
 #include "recipes/hook.h"
+#include "recipes/smooth.h"
 
 #if defined(FASTACT_CUDA)
 #include <cuda.h>
@@ -115,13 +117,13 @@ PyMethodDef method() {
   return {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
-const Origin& origin_behind(PyObject* node) {
-  return origin_of(*reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata);
+const torch::autograd::Node& node_behind(PyObject* node) {
+  return *reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata;
 }
 
 // The function of this module, by its name, that made a node's output; None for a gradient.
 PyObject* node_function(PyObject* node, void*) {
-  const Origin& origin = origin_behind(node);
+  const Origin& origin = origin_of(node_behind(node));
   if (!origin.op) {
     Py_RETURN_NONE;
   }
@@ -130,12 +132,21 @@ PyObject* node_function(PyObject* node, void*) {
 }
 
 PyObject* node_parameters(PyObject* node, void*) {
-  const Origin& origin = origin_behind(node);
+  const Origin& origin = origin_of(node_behind(node));
   PyObject* const parameters = PyTuple_New(static_cast<Py_ssize_t>(origin.parameters.size()));
   for (size_t i = 0; parameters && i < origin.parameters.size(); ++i) {
     PyTuple_SET_ITEM(parameters, static_cast<Py_ssize_t>(i), PyFloat_FromDouble(origin.parameters[i]));
   }
   return parameters;
+}
+
+PyObject* smooth_node_function(PyObject* node, void*) {
+  return THPUtils_packString(recipes::smooth_origin_of(node_behind(node)).op);
+}
+
+PyObject* smooth_node_parameters(PyObject* node, void*) {
+  const auto& parameters = recipes::smooth_origin_of(node_behind(node)).parameters;
+  return py::tuple(py::cast(parameters)).release().ptr();
 }
 
 const char* name_of(Saves saves) {
@@ -188,15 +199,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 
   py::module_ of_recipes = module.def_submodule("recipes");
   recipes::add_hook(of_recipes);
-  module.def("save_inputs", save_inputs);
 
   // Or Python would show a node as a CppFunction.
-  static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)}, code_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)}, code_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)},
+                      smooth_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};
   using namespace torch::autograd;  // for the macro
   static PyGetSetDef saved[] = {
       THP_FUNCTION_DEFAULT_PROPERTIES,
       {"_saved_function", node_function, nullptr, nullptr, nullptr},
       {"_saved_parameters", node_parameters, nullptr, nullptr, nullptr},
+      {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyGetSetDef saved_smooth[] = {
+      THP_FUNCTION_DEFAULT_PROPERTIES,
+      {"_saved_function", smooth_node_function, nullptr, nullptr, nullptr},
+      {"_saved_parameters", smooth_node_parameters, nullptr, nullptr, nullptr},
       {nullptr, nullptr, nullptr, nullptr, nullptr}};
   const auto add_node = [](const std::type_info& type, PyTypeObject& node_class, const char* name, PyGetSetDef* properties) {
     torch::autograd::registerCppFunction(
@@ -206,6 +222,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   };
   add_node(node_type(), node_class, kNodeName, saved);
   add_node(code_node_type(), code_node_class, kCodeNodeName, nullptr);
+  add_node(recipes::smooth_node_type(), smooth_node_class, recipes::kSmoothNodeName, saved_smooth);
 
 #if defined(__clang__)
   module.attr("compiler") = "clang " __clang_version__;

@@ -28,7 +28,8 @@ namespace fastact {
   STEP(layer_norm, 4)       \
   STEP(clamp, 2)            \
   STEP(silu, 0)             \
-  STEP(look_up, 1)
+  STEP(look_up, 1)          \
+  STEP(gradient, 2)
 
 enum class Code : uint8_t {
 #define STEP(name, references) name,

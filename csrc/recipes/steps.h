@@ -101,6 +101,12 @@ FASTACT_HOST_DEVICE void with_element(Element element, const Function& function)
   }
 }
 
+// The step `gradient` makes of its element that of the gradient: the incoming one, times two factors that a table has for each
+// number. -0 stands for PyTorch's selecting +0, whatever the gradient.
+FASTACT_HOST_DEVICE inline float scaled(float grad, float first, float second) {
+  return first == 0 && std::signbit(first) ? 0.0f : grad * first * second;
+}
+
 // A step's result as its op stored it.
 template <class scalar_t>
 FASTACT_HOST_DEVICE float rounded(float x) {

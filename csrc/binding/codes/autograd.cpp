@@ -101,8 +101,7 @@ struct CodeBackward : Node {
     return {fields_.output.unpack(pointer_to(this)), fields_.code.unpack()};
   }
 
-  // The gradient as a function of `grad` and of the input: of the input that is found again, with the history of the one that
-  // was given, PyTorch's op, differentiated.
+  // Of the input that is found again, with the history of the one that was given.
   at::Tensor differentiable(const at::Tensor& grad, const at::Tensor& output, const at::Tensor& code) const {
     at::Tensor input = [&] {
       const at::NoGradGuard no_grad;
@@ -110,9 +109,7 @@ struct CodeBackward : Node {
       return decode(*tables, output.detach(), code, C10_AS_INTARRAYREF_SLOW(fields_.input_strides));
     }();
     torch::autograd::impl::set_gradient_edge(input, next_edge(0));
-    const at::Tensor alias = at::alias(input);  // or hooks of the given input would see this gradient too
-    return torch::autograd::grad(
-        {activation_.forward(alias)}, {alias}, {grad}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+    return differentiable_backward(activation_, grad, input);
   }
 
   const Smooth& activation_;
@@ -122,20 +119,17 @@ struct CodeBackward : Node {
 
 }  // namespace
 
+at::Tensor differentiable_backward(const Smooth& activation, const at::Tensor& grad, const at::Tensor& input) {
+  const at::Tensor alias = at::alias(input);  // or hooks of the given input would see this gradient too
+  return torch::autograd::grad({activation.forward(alias)}, {alias}, {grad}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+}
+
 const std::type_info& code_node_type() {
   return typeid(CodeBackward);
 }
 
-namespace {
-thread_local bool saves_inputs_ = false;
-}
-
-void save_inputs(bool does) {
-  saves_inputs_ = does;
-}
-
 bool saves_code(const at::Tensor& self) {
-  return !saves_inputs_ && torch::autograd::compute_requires_grad(self) && !self._fw_grad(/*level=*/0).defined();
+  return torch::autograd::compute_requires_grad(self) && !self._fw_grad(/*level=*/0).defined();
 }
 
 void record_code(const Smooth& activation, const at::Tensor& self, at::Tensor& output, const at::Tensor& code) {

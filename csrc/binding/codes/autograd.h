@@ -9,10 +9,6 @@
 
 namespace fastact {
 
-// Whether this thread saves what PyTorch's ops save instead of an output and a code: where recipes replace outputs, a code
-// costs more than an input that somebody keeps anyway.
-void save_inputs(bool does);
-
 // Whether kernels may save a code in the place of the input: a gradient in reverse mode is wanted, and none in forward mode.
 bool saves_code(const at::Tensor& self);
 
@@ -21,6 +17,9 @@ void record_code(const Smooth& activation, const at::Tensor& self, at::Tensor& o
 
 // The same for `self` that was written to itself; the code has the memory order of `ordered`, which has the same values.
 void record_code_inplace(const Smooth& activation, at::Tensor& self, const at::Tensor& ordered, const at::Tensor& code);
+
+// The gradient as a function of `grad` and of `input`: PyTorch's op, differentiated.
+at::Tensor differentiable_backward(const Smooth& activation, const at::Tensor& grad, const at::Tensor& input);
 
 // The class of the graph's nodes that the two make, and its name.
 const std::type_info& code_node_type();

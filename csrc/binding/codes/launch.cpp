@@ -98,6 +98,10 @@ std::tuple<Tensor, Tensor> encode_inplace(const Smooth& activation, const Tables
   return result;
 }
 
+void look_up_inplace(const Tables& tables, Tensor& self) {
+  encode_into(tables, self, self, /*code=*/Tensor());
+}
+
 namespace {
 
 // The kernels read a code word by word, and a hook on what is saved may return a slice of something.

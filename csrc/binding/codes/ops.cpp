@@ -14,6 +14,7 @@
 #include "../family.h"
 #include "../find.h"
 #include "../older_torch.h"
+#include "../recipes/smooth.h"
 #include "../strides.h"
 #include "autograd.h"
 #include "launch.h"
@@ -74,8 +75,16 @@ struct SmoothImplementation {
   }
 
   static Tensor autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
-    if (!has_16_bits(self) || !is_plain(self)) {
+    const Smooth* activation = Op::activation(parameters...);
+    if (!has_16_bits(self) || !is_plain(self) || !activation) {
       return Op::pytorch(self, parameters...);
+    }
+    if (recipes::saves_input(self)) {
+      Tensor output = below_autograd(
+          keys, [&](auto) { return value(self, parameters...); },
+          [&](DispatchKeySet below) { return redispatch(below, self, parameters...); });
+      recipes::record_input(*activation, origin(parameters...), self, output);
+      return output;
     }
     if (saves_code(self)) {
       const Tables* of_self = tables(self, parameters...);
@@ -84,10 +93,7 @@ struct SmoothImplementation {
     return needs_derivative(self) ? Op::pytorch(self, parameters...)
                                   : below_autograd(
                                         keys, [&](auto) { return value(self, parameters...); },
-                                        [&](DispatchKeySet below) {
-                                          static const auto op = find<Tensor(const Tensor&, Parameters...)>(Op::name);
-                                          return op.redispatch(below, self, parameters...);
-                                        });
+                                        [&](DispatchKeySet below) { return redispatch(below, self, parameters...); });
   }
 
   static OutputAndCode autograd_with_code(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
@@ -96,11 +102,18 @@ struct SmoothImplementation {
   }
 
   static Tensor& autograd_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
-    if (!has_16_bits(self) || !is_plain(self) || !saves_code(self) || !tables(self, parameters...)) {
+    if (!has_16_bits(self) || !is_plain(self) || !Op::activation(parameters...)) {
+      return Op::pytorch_inplace(self, parameters...);
+    }
+    const Smooth& activation = *Op::activation(parameters...);
+    if (recipes::saves_input(self)) {
+      return self.is_non_overlapping_and_dense() ? inplace_with_input(keys, activation, self, parameters...)
+                                                 : Op::pytorch_inplace(self, parameters...);
+    }
+    if (!saves_code(self) || !tables(self, parameters...)) {
       return Op::pytorch_inplace(self, parameters...);
     }
     check_inplace(self);
-    const Smooth& activation = *Op::activation(parameters...);
     const auto [ordered, code] = below_autograd(
         keys, [&](auto) { return encode_inplace(activation, check_tables(self, parameters...), self); },
         [&](DispatchKeySet below) {
@@ -113,6 +126,31 @@ struct SmoothImplementation {
   }
 
  private:
+  static recipes::SmoothOrigin origin(Parameters... parameters) {
+    return {Op::name, {std::string(parameters.data(), parameters.size())...}};
+  }
+
+  static Tensor redispatch(DispatchKeySet below, const Tensor& self, Parameters... parameters) {
+    static const auto op = find<Tensor(const Tensor&, Parameters...)>(Op::name);
+    return op.redispatch(below, self, parameters...);
+  }
+
+  // Without a clone of what is overwritten.
+  static Tensor& inplace_with_input(DispatchKeySet keys, const Smooth& activation, Tensor& self, Parameters... parameters) {
+    check_inplace(self);
+    NodePointer node = recipes::node_before_write(activation, origin(parameters...), self);
+    below_autograd(
+        keys,
+        [&](auto) {
+          const bool is_looked_up = self.is_cuda() && self.numel() >= activation.of(self.scalar_type()).tabulates_from;
+          const Tables* of_self = is_looked_up ? tables(self, parameters...) : nullptr;
+          of_self ? look_up_inplace(*of_self, self) : void(activation.forward_inplace(self));
+        },
+        [&](DispatchKeySet below) { self.copy_(redispatch(below, self, parameters...)); });
+    recipes::record_write(self, std::move(node));
+    return self;
+  }
+
   // The tables may be null if they aren't known yet.
   static OutputAndCode recorded(DispatchKeySet keys, const Tables* of_self, const Tensor& self, Parameters... parameters) {
     const Smooth& activation = *Op::activation(parameters...);

@@ -185,6 +185,7 @@ std::unique_ptr<Tables> make_tables(const Smooth& activation, at::ScalarType dty
   factors[0] = at::where(selects_zero, at::full_like(wide, -0.0f), factors[0]);
   tables->factors = static_cast<int>(factors.size());
   const Tensor by_input = at::stack(factors, 1);
+  tables->derivative = (factors.size() == 1 ? at::stack({factors[0], at::ones_like(wide)}, 1) : by_input).contiguous();
   const Tensor listed = tables->inputs.to(at::kLong).bitwise_and(0xffff);
   tables->slopes = by_input.index_select(0, listed).contiguous();
 

@@ -16,6 +16,7 @@ struct Tables {
   at::Tensor first, inputs;   // by output and number: the input
   at::Tensor slopes, direct;  // likewise: what a gradient is multiplied by; for CUDA
   int factors;
+  at::Tensor derivative;  // by input: two factors, the second of which may be 1; for CUDA
 };
 
 // The tables for a plain tensor of a dtype of 16 bits, or null where PyTorch's op must serve: its gradient isn't what these

@@ -21,8 +21,8 @@ namespace fastact::recipes {
 namespace {
 
 // How the dimensions of an operand belong to the output's: as in broadcasting, or one for each channel, or for each group of
-// channels in each sample.
-enum class Place { broadcast, channels, groups };
+// channels in each sample. Those of a table don't.
+enum class Place { broadcast, channels, groups, table };
 
 // A reference of a formula's step: to an operand of the formula, to an argument, or a number. The number also stands for an
 // operand that is None.
@@ -96,7 +96,7 @@ bool flushes_subnormals() {
 
 // What a program reads, in the order of its operands.
 struct Leaf {
-  Value* value;  // or none: a table
+  Value* value;  // or none: the table of a function, which is made when all else is known
   const Value* reader;
   Place place;
   bool is_bits;
@@ -136,6 +136,14 @@ class Builder {
       }
     }
     return end(recipe, steps.size());
+  }
+
+  // Appends what computes the gradient, which the root is.
+  bool append_gradient(Value& input, Value& grad, Value& derivative) {
+    Step step = {Code::gradient, element_of(root_->dtype), {}};
+    return note(root_->dtype) && append_operand(*root_, input) &&
+           add_leaf(*root_, grad, Place::broadcast, &step.reference[0]) &&
+           add_leaf(*root_, derivative, Place::table, &step.reference[1]) && add(step);
   }
 
   // Whether one pass of this is better than PyTorch's ops.
@@ -225,7 +233,7 @@ class Builder {
 
   bool append_table(Value& recipe) {
     table_for_.push_back({leaves_.size(), &recipe});
-    leaves_.push_back({nullptr, &recipe, Place::broadcast, false, {}});
+    leaves_.push_back({nullptr, &recipe, Place::table, false, {}});
     Step step = {Code::look_up, Element::float32, {}};
     step.reference[0].operand = static_cast<int8_t>(leaves_.size() - 1);
     return leaves_.size() <= Program::kMaxOperands && add(step);
@@ -272,7 +280,7 @@ class Builder {
     }
     reference->operand = static_cast<int8_t>(leaves_.size());
     leaves_.push_back({&value, &reader, place, is_bits, {}});
-    dense_ += !is_bits && value.sizes_of() == at::IntArrayRef(reader.sizes);
+    dense_ += !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes);
     return true;
   }
 
@@ -416,6 +424,9 @@ std::optional<at::Tensor> Builder::run() {
     if (leaf.tensor.device() != like.device() || !is_plain(leaf.tensor)) {
       return std::nullopt;
     }
+    if (leaf.place == Place::table) {
+      continue;
+    }
     if (at::IntArrayRef(leaf.reader->sizes) != sizes) {
       const auto view = leaf.is_bits ? std::nullopt : viewed(leaf.tensor, leaf.reader->sizes, sizes);
       if (!view) {
@@ -458,7 +469,7 @@ std::optional<at::Tensor> Builder::run() {
   int64_t groups = 0;
   for (Leaf& leaf : leaves_) {
     std::optional<at::DimVector> along;
-    if (!leaf.value) {
+    if (leaf.place == Place::table) {
       along = at::DimVector(sizes.size(), 0);
     } else if (leaf.place == Place::groups) {
       groups = leaf.tensor.size(1);
@@ -533,6 +544,21 @@ py::tuple steps() {
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
   Builder builder(recipe);
   return builder.append(recipe) && (is_alone || builder.is_worth_it()) ? builder.run() : std::nullopt;
+}
+
+std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const at::Tensor& derivative) {
+  if (grad.sizes() != input.sizes_of() || grad.scalar_type() != input.dtype_of() || !is_half(grad.scalar_type())) {
+    return std::nullopt;
+  }
+  input.check_unwritten();
+  Value gradient;
+  gradient.dtype = grad.scalar_type();
+  gradient.sizes = grad.sizes();
+  gradient.strides = elementwise_strides(grad.sizes(), grad.strides(), input.strides);
+  gradient.has_strides = true;
+  const py::object incoming = keep(grad, py::none(), py::none()), table = keep(derivative, py::none(), py::none());
+  Builder builder(gradient);
+  return builder.append_gradient(input, value_of(incoming), value_of(table)) ? builder.run() : std::nullopt;
 }
 
 }  // namespace fastact::recipes

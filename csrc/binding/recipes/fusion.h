@@ -19,4 +19,8 @@ py::tuple steps();
 // The tensor of a recipe, if a program computes it in one pass and that is worth it. `is_alone`: even of a single formula.
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false);
 
+// The gradient of a function's input, which isn't written if it is a recipe whose program can be continued. `derivative` are
+// two factors for each number of the input's half type.
+std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const at::Tensor& derivative);
+
 }  // namespace fastact::recipes

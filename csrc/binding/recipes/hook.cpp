@@ -1,10 +1,12 @@
 #include "hook.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -39,6 +41,7 @@ struct Callbacks {
   py::object mask;          // (hook, tensor) -> a value
   py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
   py::object as_strided;    // a view's formula
+  py::object same;          // a copy's
   py::object failed;        // (tensor, error)
   py::object shape, dtype;  // what stands among a rule's arguments for the output's own
 };
@@ -479,6 +482,20 @@ py::object view_of(const py::object& base, const at::Tensor& view, const at::Ten
   return recipe_of("view", callbacks->as_strided, base, geometry, view, {-3, offset});
 }
 
+// The value of a tensor that is about to be written to, which isn't written to with it.
+py::object before_write(const py::object& value, const at::Tensor& tensor, const py::object& outer) {
+  const auto& roots = value_of(value).roots;
+  const bool is_written = std::any_of(roots.begin(), roots.end(), [&](const py::object& root) {
+    const at::Tensor& held = value_of(root).held;
+    return held.defined() ? held.is_alias_of(tensor) : tensor.is_view();
+  });
+  if (value_of(value).is_recipe() && !is_written) {
+    return recipe_of("written to", callbacks->same, value, py::tuple(), tensor, {-5});
+  }
+  const at::NoGradGuard no_grad;
+  return keep(tensor.clone(), value_of(value).source, outer);
+}
+
 // A view, as its base's value and a geometry; null where the hooks outside would be given more than the view.
 py::object value_of_view(py::handle hook, const py::object& outer, const at::Tensor& tensor) {
   const at::Tensor base(tensor._base());
@@ -545,11 +562,15 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   return value;
 }
 
+// Whether autograd's pack hook is called for save_before_write.
+thread_local bool is_before_write = false;
+
 // Autograd's pack hook, with the Python Hook as self. Whatever goes wrong, the tensor is kept: an error here would leave a hole
 // in the graph.
 PyObject* pack_hook(PyObject* hook, PyObject* object) {
   HANDLE_TH_ERRORS
   const at::Tensor& tensor = THPVariable_Unpack(object);
+  const bool is_to_be_written = std::exchange(is_before_write, false);
   py::object value;
   const auto report = [&](const py::object& error) { callbacks->failed(py::handle(object), error); };
   try {
@@ -566,9 +587,31 @@ PyObject* pack_hook(PyObject* hook, PyObject* object) {
   if (!value) {
     value = keep(tensor, py::none(), attribute(hook, NAME("outer")));
   }
+  if (is_to_be_written) {
+    value = before_write(value, tensor, attribute(hook, NAME("outer")));
+  }
   ++value_of(value).readers;
   return value.release().ptr();
   END_HANDLE_TH_ERRORS
+}
+
+// A recipe by itself: a tensor like this one is formula(*operands, *arguments).
+py::object recipe_like(py::handle like, const py::object& formula, const py::tuple& operands, const py::tuple& arguments) {
+  py::object object = make_value();
+  Value& recipe = value_of(object);
+  recipe.take_layout_of(THPVariable_Unpack(like.ptr()));
+  recipe.formula = formula;
+  recipe.arguments = arguments;
+  for (const py::handle each : operands) {
+    recipe.operands.push_back(
+        THPVariable_Check(each.ptr()) ? keep(THPVariable_Unpack(each.ptr()), py::none(), py::none())
+                                      : py::reinterpret_borrow<py::object>(each));
+  }
+  return object;
+}
+
+py::object wrapped_or_none(const std::optional<at::Tensor>& tensor) {
+  return tensor ? wrapped(*tensor) : py::object(py::none());
 }
 
 PyMethodDef pack_method = {"pack", pack_hook, METH_O, nullptr};
@@ -584,21 +627,55 @@ py::object or_underivable(py::object value) {
 
 }  // namespace
 
+#if FASTACT_TORCH_VERSION >= 211
+
+bool is_in_scope() {
+  const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
+  return !state.stack.empty() && !state.is_tracing && !state.disabled_error_message &&
+         state.stack.top().second.ptr(getPyInterpreter()) == unpack_hook().ptr();
+}
+
+py::object value_behind(const torch::autograd::SavedVariable& saved) {
+  const auto hook_and_packed = saved.retrieve_unpack_hook_data();
+  if (!hook_and_packed) {
+    return {};
+  }
+  const py::handle packed = hook_and_packed->second.ptr(getPyInterpreter());
+  return is_value(packed) ? py::reinterpret_borrow<py::object>(packed) : py::object();
+}
+
+#else  // has no recompute()
+
+bool is_in_scope() {
+  return false;
+}
+
+py::object value_behind(const torch::autograd::SavedVariable&) {
+  return {};
+}
+
+#endif
+
+torch::autograd::SavedVariable save_before_write(const at::Tensor& tensor) {
+  is_before_write = true;
+  return {tensor, /*is_output=*/false};
+}
+
 void add_hook(py::module_& module) {
   add_value_type(module);
   add_masks(module);
   module.def(
       "set_up",
       [](const py::dict& in_place, py::object rule_of_op, py::object of_all_outputs, py::object underivable,
-         py::tuple plain_types, py::object step, py::object mask, py::object is_right, py::object as_strided, py::object failed,
-         py::object shape, py::object dtype) {
+         py::tuple plain_types, py::object step, py::object mask, py::object is_right, py::object as_strided, py::object same,
+         py::object failed, py::object shape, py::object dtype) {
         set_in_place(in_place);
-        callbacks = new Callbacks{rule_of_op, of_all_outputs, underivable, plain_types, step, mask,
-                                  is_right,   as_strided,     failed,      shape,       dtype};
+        callbacks = new Callbacks{rule_of_op, of_all_outputs, underivable, plain_types, step,  mask,
+                                  is_right,   as_strided,     same,        failed,      shape, dtype};
       },
       py::kw_only(), py::arg("in_place"), py::arg("rule_of_op"), py::arg("of_all_outputs"), py::arg("underivable"),
-      py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"), py::arg("as_strided"), py::arg("failed"),
-      py::arg("shape"), py::arg("dtype"));
+      py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"), py::arg("as_strided"), py::arg("same"),
+      py::arg("failed"), py::arg("shape"), py::arg("dtype"));
   module.def("pack_hook", [](const py::object& hook) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
   });
@@ -630,19 +707,12 @@ void add_hook(py::module_& module) {
   });
   module.def("set_programs", &set_programs);
   module.attr("steps") = steps();
-  module.def("fused", [](const py::object& formula, const py::tuple& operands, const py::tuple& arguments, py::handle like) {
-    py::object object = make_value();
-    Value& recipe = value_of(object);
-    recipe.take_layout_of(THPVariable_Unpack(like.ptr()));
-    recipe.formula = formula;
-    recipe.arguments = arguments;
-    for (const py::handle each : operands) {
-      recipe.operands.push_back(
-          THPVariable_Check(each.ptr()) ? keep(THPVariable_Unpack(each.ptr()), py::none(), py::none())
-                                        : py::reinterpret_borrow<py::object>(each));
-    }
-    const auto tensor = compute_fused(recipe, /*is_alone=*/true);
-    return tensor ? wrapped(*tensor) : py::object(py::none());
+  module.def("recipe", &recipe_like);
+  module.def(
+      "fused", [](const py::object& recipe) { return wrapped_or_none(compute_fused(value_of(recipe), /*is_alone=*/true)); });
+  module.def("gradient", [](const py::object& recipe, py::handle grad, py::handle derivative) {
+    return wrapped_or_none(
+        compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), THPVariable_Unpack(derivative.ptr())));
   });
   module.def("chosen", [] {
     py::dict result;

@@ -4,9 +4,20 @@
 // of what follows. The rules are Python's (activations_cuda/recipes/rules.py), and so is what verifies their formulas.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 namespace fastact::recipes {
+
+// Whether what this thread's autograd saves now goes to a scope's hook.
+bool is_in_scope();
+
+// In a scope, saves a dense tensor that is about to be written to: its recipe, or a copy.
+torch::autograd::SavedVariable save_before_write(const at::Tensor& tensor);
+
+// The value that a scope's hook has packed, or null.
+pybind11::object value_behind(const torch::autograd::SavedVariable& saved);
 
 void add_hook(pybind11::module_& module);
 

@@ -59,11 +59,26 @@ void run_step(
       }
     });
   };
+  const auto differentiate = [&] {
+    load(program, program.operand[step.reference[0].operand], begin, end, given[0]);
+    const auto* factors = static_cast<const float*>(program.operand[step.reference[1].operand].data);
+    with_element(step.rounded_to, [&](auto zero) {
+      using scalar_t = decltype(zero);
+      if constexpr (sizeof(scalar_t) == 2) {
+        for (int64_t i = 0; i < n; ++i) {
+          const float* factor = factors + 2 * bits_of<scalar_t>(x[i]);
+          x[i] = scaled(given[0][i], factor[0], factor[1]);
+        }
+      }
+    });
+  };
   with_code(step.code, [&](auto code) {
     if constexpr (code.value == Code::stash) {
       std::copy(x, x + n, stashed);
     } else if constexpr (code.value == Code::look_up) {
       look_up(program.operand[step.reference[0].operand]);
+    } else if constexpr (code.value == Code::gradient) {
+      differentiate();
     } else {
       for (int k = 0; k < kReferences<code.value>; ++k) {
         const Reference& reference = step.reference[k];

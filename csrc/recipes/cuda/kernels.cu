@@ -25,8 +25,8 @@ struct Launch {
 
 // What a step of a form reads. `dense` has the output's layout and dtype, `dense_any` and `bits` its layout. Parameters are the
 // same in all rows (`column`) or in all of a row (`row`), and float32, or of the half type (`half_column`). `same_row` has its
-// element where the reference before it has. `any` may lie anyhow.
-enum class Layout : uint8_t { number, stash, dense, dense_any, bits, column, half_column, row, same_row, any };
+// element where the reference before it has. `any` may lie anyhow, and a `table` is no tensor of the output's elements.
+enum class Layout : uint8_t { number, stash, dense, dense_any, bits, column, half_column, row, same_row, any, table };
 
 template <Code code_, Layout... layouts>
 struct StepOf {
@@ -214,6 +214,8 @@ class Thread {
   __device__ void run_step(int k) {
     if constexpr (code == Code::look_up) {
       look_up(static_cast<const uint16_t*>(operand(k, 0).data));
+    } else if constexpr (code == Code::gradient) {
+      differentiate(k, static_cast<const float2*>(operand(k, 1).data));
     } else if constexpr (code == Code::stash) {
 #pragma unroll
       for (int i = 0; i < Form::rows * n; ++i) {
@@ -352,6 +354,21 @@ class Thread {
     }
   }
 
+  __device__ void differentiate(int k, const float2* factors) {
+#pragma unroll
+    for (int u = 0; u < Form::rows; ++u) {
+      float grad[n];
+      read<true>(k, 0, u, grad);
+      Pairs<n> pairs;
+      pack<T>(x_[u], pairs);
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        const float2 of_number = __ldg(factors + (pairs[i / 2] >> (i % 2 * 16) & 0xffff));
+        x_[u][i] = scaled(grad[i], of_number.x, of_number.y);
+      }
+    }
+  }
+
   const Launch& launch_;
   const Program& program_;
   int64_t inner_, outer_[Form::rows][Form::dims - 1], dense_[Form::rows], offset_;
@@ -424,7 +441,7 @@ bool has_form(const Program& program) {
     if (step.code != Form::code(k)) {
       return false;
     }
-    for (int r = 0; step.code != Code::look_up && r < references_of(step.code); ++r) {
+    for (int r = 0; r < references_of(step.code); ++r) {
       if (!has_layout(program, step, r, Form::layout(k, r))) {
         return false;
       }
@@ -493,12 +510,14 @@ using Load = StepOf<Code::load, dense>;
 using LoadAny = StepOf<Code::load, Layout::dense_any>;
 using Stash = StepOf<Code::stash>;
 using Clamp = StepOf<Code::clamp, number, number>;
-using LookUp = StepOf<Code::look_up, dense>;
+using LookUp = StepOf<Code::look_up, Layout::table>;
+using Gradient = StepOf<Code::gradient, dense, Layout::table>;
 using Add = StepOf<Code::add, dense, number>;
 template <Layout layout>
 using Multiply = StepOf<Code::multiply, layout>;
 
-// A normalisation, and what follows it: nothing, ReLU, SiLU, a residual, or another normalisation of the same kind as one.
+// A normalisation, and what follows it: nothing, ReLU, SiLU or its gradient, a residual, or another normalisation of the same
+// kind as one.
 // `dims` are its own.
 template <class T, int n, int dims, class Norm>
 bool start_norm(Launch& launch, cudaStream_t stream) {
@@ -506,7 +525,9 @@ bool start_norm(Launch& launch, cudaStream_t stream) {
   using AddStash = StepOf<Code::add, Layout::stash, number>;
   if constexpr (n == 8) {
     // Tables are read faster by more rows at once.
-    if (start_form<T, n, Form<4, dims, Load, Norm, LookUp>, Form<4, more, Load, Norm, LookUp, Multiply<any>>>(launch, stream)) {
+    if (start_form<
+            T, n, Form<4, dims, Load, Norm, LookUp>, Form<4, more, Load, Norm, LookUp, Multiply<any>>,
+            Form<2, dims, Load, Norm, Gradient>>(launch, stream)) {
       return true;
     }
   } else if (start_form<T, n, Form<2, more, Load, Norm, Silu, Multiply<any>>>(launch, stream)) {

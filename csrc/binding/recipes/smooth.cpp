@@ -1,0 +1,135 @@
+#include "smooth.h"
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "../codes/autograd.h"
+#include "../codes/tables.h"
+#include "../dispatch.h"
+#include "fusion.h"
+#include "hook.h"
+#include "value.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+template <class Saved>
+struct SmoothFields {
+  Saved input;
+  std::string activation;
+
+  template <class Self, class Visit>
+  static void each(Self& self, const Visit& visit) {
+    visit(self.input);
+    visit(self.activation);
+  }
+};
+
+struct SmoothBackward : Node {
+  SmoothBackward(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self, SavedVariable input)
+      : Node(torch::autograd::collect_next_edges(self)),
+        activation_(activation),
+        origin_(std::move(origin)),
+        fields_{std::move(input), activation.name} {}
+
+  const SmoothOrigin& origin() const { return origin_; }
+
+  variable_list apply(variable_list&& grads) override {
+    if (!grads[0].defined()) {
+      return {at::Tensor()};
+    }
+    if (at::GradMode::is_enabled()) {
+      return {differentiable_backward(activation_, grads[0], unpack())};
+    }
+    if (auto gradient = through_recipe(grads[0])) {
+      return {*std::move(gradient)};
+    }
+    return {activation_.backward(grads[0], unpack())};
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    fields_.input.reset_data();
+  }
+
+  std::string name() const override { return kSmoothNodeName; }
+
+#if FASTACT_COMPILED_AUTOGRAD
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override { collect(fields_, args); }
+
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    return call_in_graph(*this, fields_, apply_functional, grads, saved);
+  }
+
+  static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
+    const auto fields = from_arguments<SmoothFields<at::Tensor>>(saved);
+    return {grads[0].defined() ? find_smooth(fields.activation)->backward(grads[0], fields.input) : at::Tensor()};
+  }
+#endif
+
+ private:
+  at::Tensor unpack() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return fields_.input.unpack();
+  }
+
+  // Null where that can't be, or is for PyTorch's op.
+  std::optional<at::Tensor> through_recipe(const at::Tensor& grad) {
+    const Tables* tables = grad.is_cuda() && is_plain(grad) && is_half(grad) ? tables_for(activation_, grad) : nullptr;
+    if (!tables) {
+      return std::nullopt;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const py::gil_scoped_acquire gil;
+    const py::object input = value_behind(fields_.input);
+    return input && value_of(input).is_recipe() ? compute_gradient(value_of(input), grad, tables->derivative) : std::nullopt;
+  }
+
+  static bool is_half(const at::Tensor& tensor) {
+    return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+  }
+
+  const Smooth& activation_;
+  const SmoothOrigin origin_;
+  SmoothFields<SavedVariable> fields_;
+};
+
+}  // namespace
+
+bool saves_input(const at::Tensor& self) {
+  return is_in_scope() && torch::autograd::compute_requires_grad(self) && !self._fw_grad(/*level=*/0).defined();
+}
+
+void record_input(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self, at::Tensor& output) {
+  torch::autograd::set_history(
+      output, adopt(new SmoothBackward(activation, std::move(origin), self, SavedVariable(self, /*is_output=*/false))));
+}
+
+NodePointer node_before_write(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self) {
+  return adopt(new SmoothBackward(activation, std::move(origin), self, save_before_write(self)));
+}
+
+void record_write(at::Tensor& self, NodePointer node) {
+  torch::autograd::increment_version(self);
+  torch::autograd::rebase_history(self, std::move(node));
+}
+
+const std::type_info& smooth_node_type() {
+  return typeid(SmoothBackward);
+}
+
+const SmoothOrigin& smooth_origin_of(const Node& node) {
+  return static_cast<const SmoothBackward&>(node).origin();
+}
+
+}  // namespace fastact::recipes
