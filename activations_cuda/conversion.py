@@ -38,6 +38,9 @@ BY_DEFAULT = tuple(
     kind for kind, name in FUNCTIONS.items() if _C.family[name].pytorch_saves != "output" and not _C.family[name].saves_output
 )
 
+# In a scope of recompute() those save their input, as PyTorch's do, and in place they need no copy of it.
+SMOOTH = tuple(kind for kind, name in FUNCTIONS.items() if _C.family[name].saves_output)
+
 
 def _pays_by_default(function, inplace):
     saves = _C.family[function].pytorch_saves
@@ -58,12 +61,6 @@ def check_model(name: str, model: nn.Module) -> None:
         raise TypeError(f"{name}: expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"{name}: expected a torch.nn.Module of Python code, got one of TorchScript: call it before torch.jit")
-
-
-def functions_for(kinds: Iterable[type], recompute: bool) -> frozenset[str]:
-    """The functions of these classes that may be converted; where outputs are recomputed, a smooth one would save more."""
-    names = map(FUNCTIONS.__getitem__, kinds)
-    return frozenset(name for name in names if not (recompute and _C.family[name].saves_output))
 
 
 def arguments_of(
@@ -135,8 +132,8 @@ def convert(
             Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with inputs, also ReLU, GELU, SiLU, Hardswish and
             Mish.
         example_inputs: the inputs, by keyword.
-        recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit. Of
-            the activations only the piecewise-linear ones are converted by inputs then: a smooth one's output is recomputed.
+        recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit. All
+            smooth activations are converted then: their outputs are recomputed, and in place they don't copy their input.
         keyword_inputs: keyword arguments of the forward pass.
 
     Returns:
@@ -156,7 +153,8 @@ def convert(
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
     if surveyed:
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
-        found = Survey(model, args, kwargs, functions_for(OURS if named is None else named, recompute))
+        considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
+        found = Survey(model, args, kwargs, considered, recompute)
         names, lines = found.converts(), summary(found.decisions())
         names = {_originals.get(module, module): functions for module, functions in names.items()}
         are_candidates = bool(found.calls)
@@ -164,7 +162,7 @@ def convert(
         names = {
             module: frozenset([FUNCTIONS[type(module)]])
             for module in model.modules()
-            if type(module) in (named or BY_DEFAULT)
+            if type(module) in (named or (BY_DEFAULT if not recompute else (*BY_DEFAULT, *SMOOTH)))
             and calls_its_class(module)
             and not is_patched(FUNCTIONS[type(module)])
             and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))

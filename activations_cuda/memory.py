@@ -13,10 +13,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from activations_cuda.conversion import arguments_of, check_model, functions_for
+from activations_cuda.conversion import arguments_of, check_model
 from activations_cuda.copies import unwrapped
 from activations_cuda.recipes.hook import Hook, unpack
-from activations_cuda.replacements import OURS, class_for, original_of, set_class
+from activations_cuda.replacements import FUNCTIONS, class_for, original_of, set_class
 from activations_cuda.survey import Decision, Survey, run_copy, running_module, saved_storages, storages_of, summary
 
 __all__ = ["Decision", "LayerMemory", "MemoryReport", "memory_report", "require", "saved_bytes"]
@@ -206,7 +206,7 @@ def memory_report(
     """
     check_model("memory_report", model)
     args, kwargs = arguments_of("memory_report", model, inputs, keyword_inputs, example_inputs)
-    found = Survey(model, args, kwargs, functions_for(OURS, recompute))
+    found = Survey(model, args, kwargs, frozenset(FUNCTIONS.values()), recompute)
     before, after = found.saved(frozenset()), found.saved(found.chosen)
     within = _Recomputed(model, args, kwargs, found.converts()) if recompute else None
     layers = tuple(

@@ -328,14 +328,24 @@ class Survey:
         args, kwargs: the arguments of its forward pass. Tensors may be on any device, meta included. If the pass depends on
             their values, it runs on copies of them, and of the parameters and buffers.
         names: the functions whose calls may be converted.
+        recompute: whether the pass is to run within a scope of recompute(). There smooth activations save what PyTorch's do.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: frozenset[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        names: frozenset[str],
+        recompute: bool = False,
+    ) -> None:
         model = unwrapped(model)
         self.names = {module: name for name, module in model.named_modules()}
         self.considered = names
         run_copy(model, args, kwargs, self._watch)
-        self.chosen = self._choose()
+        units = {unit for call in self.calls if (unit := self._unit(call))}
+        self.recomputed = {unit for unit in units if recompute and _C.family[unit[1]].saves_output}
+        self.chosen = self._choose(units - self.recomputed)
 
     def _watch(self, copier, model, args, kwargs):
         """Runs a copy's forward pass and records who saves what."""
@@ -367,9 +377,8 @@ class Survey:
         is_meant = call.is_ours or (call.convertible and call.function in self.considered)
         return (call.module, call.function) if is_meant and call.bits is not None else None
 
-    def _choose(self):
+    def _choose(self, chosen):
         """The units whose conversion lowers what is saved: all, less those that gain nothing, until every one gains."""
-        chosen = {unit for call in self.calls if (unit := self._unit(call))}
         as_it_comes = {self._unit(call) for call in self.calls if call.is_ours} & chosen
         chosen -= {self._unit(call) for call in self.calls if call.is_overwritten} - as_it_comes
         while without := {unit for unit, gain in self._gains(chosen).items() if gain <= 0} - as_it_comes:
@@ -380,7 +389,7 @@ class Survey:
         """The functions of PyTorch's that each module is to have replaced."""
         names = defaultdict(set)
         for call in self.calls:
-            if not call.is_ours and self._unit(call) in self.chosen:
+            if not call.is_ours and self._unit(call) in self.chosen | self.recomputed:
                 names[call.module].add(call.function)
         return {module: frozenset(functions) for module, functions in names.items()}
 
@@ -428,12 +437,15 @@ class Survey:
             for function in functions:
                 unit = module, function
                 reason = self._reason(unit, calls[unit], gains)
-                result.append(Decision(name, original.__name__, function, unit in self.chosen, reason))
+                is_converted = unit in self.chosen | self.recomputed
+                result.append(Decision(name, original.__name__, function, is_converted, reason))
         return tuple(result)
 
     def _reason(self, unit, calls, gains):
         if unit in self.chosen:
             return f"saves {gains[unit] / 2**20:.1f} MiB less"
+        if unit in self.recomputed:
+            return "its output is recomputed"
         if not calls:
             return "not called"
         if not any(call.saves for call in calls):

@@ -566,8 +566,8 @@ def test_written_to_by_an_activation():
             y = _C.silu_(norm(Keep.apply(conv(x))))
             loss = Keep.apply(y).float().sum()
         if isinstance(entered, Scope):
-            (value,) = (each for each in entered.values() if each.source == "written to")
-            assert value.is_recipe and value.operands[0].source == "NativeBatchNormBackward0"
+            recipes = {value.source for value in entered.values() if value.is_recipe}
+            assert recipes >= {"NativeBatchNormBackward0", "SmoothBackward"}
         return torch.autograd.grad(loss, (x, conv.weight, norm.weight))
 
     def kept(context, x, conv, norm):

@@ -490,6 +490,10 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
     return held.defined() ? held.is_alias_of(tensor) : tensor.is_view();
   });
   if (value_of(value).is_recipe() && !is_written) {
+    if (value_of(value).readers == 0) {  // nobody else has saved it
+      value_of(value).replaced.reset();
+      return value;
+    }
     return recipe_of("written to", callbacks->same, value, py::tuple(), tensor, {-5});
   }
   const at::NoGradGuard no_grad;
