@@ -178,6 +178,23 @@ def test_smooth_activations(function, dtype, device):
     assert torch.equal(grad, torch.autograd.grad(Keep.apply(reference(Keep.apply(x), **options)).sum(), x)[0])
 
 
+def test_movements_in_the_half_type_that_it_came_from(device):
+    """Under autocast some of PyTorch's ops that move elements do so in float32."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 4, 4, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with Scope() as scope:
+        up = torch.cat([F.interpolate(x.float(), scale_factor=2), x.repeat(1, 2, 2, 2).float()], 1).flip(1)
+        half = up.bfloat16()
+        loss = (Keep.apply(up) + Keep.apply(half)).sum()
+    moved = {value.source: value for value in scope.values() if value.is_recipe and value.sizes == list(up.shape)}
+    for source, tensor, casts in ("FlipBackward0", up, 1), ("ToCopyBackward0", half, 0):
+        with torch.profiler.profile() as profile, torch.no_grad():
+            found = moved[source].compute()
+        assert torch.equal(found, tensor) and found.dtype == tensor.dtype and found.stride() == tensor.stride()
+        assert sum(event.name == "aten::_to_copy" for event in profile.events()) == casts
+    assert torch.autograd.grad(loss, x)[0].isfinite().all()
+
+
 def test_every_rule_is_tried():
     """What no test reaches may be wrong."""
     others = {

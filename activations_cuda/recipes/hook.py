@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from activations_cuda import _C
 from activations_cuda.recipes import masks, programs
-from activations_cuda.recipes.rules import IN_PLACE, OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS, Op, same
+from activations_cuda.recipes.rules import IN_PLACE, MOVEMENTS, OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS, Op, same
 from activations_cuda.recipes.step import DTYPE, SHAPE, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
@@ -97,6 +97,8 @@ def _as_strided(base, shape, stride, offset):
 _C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, _C.recipes.unpack_mask, torch.reshape)
 _C.recipes.set_up(
     in_place=IN_PLACE,
+    movements=MOVEMENTS,
+    cast=torch.Tensor.to,
     rule_of_op=Op,
     of_all_outputs=OF_ALL_OUTPUTS,
     underivable=Underivable,

@@ -47,15 +47,19 @@ def one_of(formula: Callable[..., Any], *arguments: str) -> Callable[[Step], Res
 
 def joined(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
     """The rule of an op of any number of tensors and a dimension."""
-
-    def join(*tensors_and_dim):
-        return formula(tensors_and_dim[:-1], tensors_and_dim[-1])
-
-    return lambda step: (join, tuple(map(step.operand, range(len(step.node.next_functions)))), step.arguments("dim"))
+    return lambda step: (formula, tuple(map(step.operand, range(len(step.node.next_functions)))), step.arguments("dim"))
 
 
 def indexed(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
     return lambda step: (formula, (step.operand(0, "self"), *step.arguments("dim"), step.saved("index")), ())
+
+
+def cat(*tensors_and_dim):
+    return torch.cat(tensors_and_dim[:-1], tensors_and_dim[-1])
+
+
+def stack(*tensors_and_dim):
+    return torch.stack(tensors_and_dim[:-1], tensors_and_dim[-1])
 
 
 def same(input: Tensor) -> Tensor:
@@ -259,8 +263,8 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "ToCopyBackward0": Op(torch.Tensor.to, (None,), (DTYPE,), otherwise=narrowed),
     "CloneBackward0": unsaved(same),
     "AliasBackward0": unsaved(same),
-    "CatBackward0": joined(torch.cat),
-    "StackBackward0": joined(torch.stack),
+    "CatBackward0": joined(cat),
+    "StackBackward0": joined(stack),
     "ConstantPadNdBackward0": constant_pad,
     "ReflectionPad1DBackward0": op(aten.reflection_pad1d, "padding"),
     "ReflectionPad2DBackward0": op(aten.reflection_pad2d, "padding"),
@@ -339,6 +343,34 @@ IN_PLACE = {
     _C.relu: _C.relu_,
     _C.relu6: _C.relu6_,
     _C.hardtanh: _C.hardtanh_,
+}
+
+# Their elements are their operands'. So a float32 tensor that came from a half type can be moved before it is cast.
+MOVEMENTS = {
+    same,
+    cat,
+    stack,
+    torch.roll,
+    torch.flip,
+    torch.Tensor.repeat,
+    F.pixel_shuffle,
+    F.pixel_unshuffle,
+    aten.reflection_pad1d,
+    aten.reflection_pad2d,
+    aten.reflection_pad3d,
+    aten.replication_pad1d,
+    aten.replication_pad2d,
+    aten.replication_pad3d,
+    aten.upsample_nearest1d,
+    aten.upsample_nearest2d,
+    aten.upsample_nearest3d,
+    torch.reshape,
+    torch.Tensor.expand,
+    torch.transpose,
+    torch.t,
+    torch.permute,
+    torch.select,
+    aten.slice,
 }
 
 # All outputs of these follow by their rule; of other ops the first alone, since the others are statistics or indices.

@@ -193,7 +193,8 @@ class Builder {
   }
 
   bool can_be_inlined(const Value& reader, const Value& value) const {
-    return value.is_recipe() && !value.remembers() && at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
+    return value.is_recipe() && !value.remembers() && !is_cast_back(value) &&
+           at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
   }
 
   // Whether the program still counts in its output's sizes.

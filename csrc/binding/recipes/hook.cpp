@@ -33,17 +33,30 @@ using torch::autograd::Node;
 
 // What Python gives this file, see recipes/hook.py.
 struct Callbacks {
+  explicit Callbacks(const py::kwargs& given)
+      : rule_of_op(given["rule_of_op"]),
+        of_all_outputs(given["of_all_outputs"]),
+        underivable(given["underivable"]),
+        plain_types(given["plain_types"]),
+        step(given["step"]),
+        mask(given["mask"]),
+        is_right(given["is_right"]),
+        as_strided(given["as_strided"]),
+        same(given["same"]),
+        failed(given["failed"]),
+        shape(given["shape"]),
+        dtype(given["dtype"]) {}
+
   py::object rule_of_op;      // the class of the rules that are data
   py::object of_all_outputs;  // names of the nodes whose rules are for every output
   py::object underivable;     // the exception
   py::tuple plain_types;
-  py::object step;          // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
-  py::object mask;          // (hook, tensor) -> a value
-  py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
-  py::object as_strided;    // a view's formula
-  py::object same;          // a copy's
-  py::object failed;        // (tensor, error)
-  py::object shape, dtype;  // what stands among a rule's arguments for the output's own
+  py::object step;              // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
+  py::object mask;              // (hook, tensor) -> a value
+  py::object is_right;          // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object as_strided, same;  // the formulas of views and copies
+  py::object failed;            // (tensor, error)
+  py::object shape, dtype;      // what stands among a rule's arguments for the output's own
 };
 
 Callbacks* callbacks = nullptr;
@@ -668,18 +681,10 @@ torch::autograd::SavedVariable save_before_write(const at::Tensor& tensor) {
 void add_hook(py::module_& module) {
   add_value_type(module);
   add_masks(module);
-  module.def(
-      "set_up",
-      [](const py::dict& in_place, py::object rule_of_op, py::object of_all_outputs, py::object underivable,
-         py::tuple plain_types, py::object step, py::object mask, py::object is_right, py::object as_strided, py::object same,
-         py::object failed, py::object shape, py::object dtype) {
-        set_in_place(in_place);
-        callbacks = new Callbacks{rule_of_op, of_all_outputs, underivable, plain_types, step,  mask,
-                                  is_right,   as_strided,     same,        failed,      shape, dtype};
-      },
-      py::kw_only(), py::arg("in_place"), py::arg("rule_of_op"), py::arg("of_all_outputs"), py::arg("underivable"),
-      py::arg("plain_types"), py::arg("step"), py::arg("mask"), py::arg("is_right"), py::arg("as_strided"), py::arg("same"),
-      py::arg("failed"), py::arg("shape"), py::arg("dtype"));
+  module.def("set_up", [](const py::kwargs& given) {
+    set_formulas(given["in_place"], given["movements"], given["cast"]);
+    callbacks = new Callbacks(given);
+  });
   module.def("pack_hook", [](const py::object& hook) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
   });

@@ -114,9 +114,69 @@ int64_t configuration_of(const at::Tensor& tensor) {
   return number_of(numbers);
 }
 
-auto& in_place() {
-  static auto& formulas = *new py::dict();
-  return formulas;
+struct Formulas {
+  py::dict in_place;
+  py::object movements, cast;
+};
+
+Formulas* formulas = nullptr;
+
+bool is_half(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+// The half type that all elements of a float32 recipe came from, by movements alone, or undefined.
+at::ScalarType origin_of(const Value& value) {
+  if (!value.is_recipe() || value.dtype != at::kFloat) {
+    return at::ScalarType::Undefined;
+  }
+  const bool is_cast = value.formula.is(formulas->cast);
+  if (!is_cast && !formulas->movements.contains(value.formula)) {
+    return at::ScalarType::Undefined;
+  }
+  auto result = at::ScalarType::Undefined;
+  for (const py::object& each : value.operands) {
+    if (is_value(each)) {
+      const at::ScalarType dtype = is_cast ? value_of(each).dtype_of() : origin_of(value_of(each));
+      if (!is_half(dtype) || (result != at::ScalarType::Undefined && result != dtype)) {
+        return at::ScalarType::Undefined;
+      }
+      result = dtype;
+    }
+  }
+  return result;
+}
+
+// Calls a formula. `is_new`: nobody else has the result.
+at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, const py::object& arguments, bool* is_new) {
+  c10::SmallVector<PyObject*, 8> given;
+  for (const py::object& operand : operands) {
+    given.push_back(operand.ptr());
+  }
+  for (const py::handle argument : py::reinterpret_borrow<py::tuple>(arguments)) {
+    given.push_back(argument.ptr());
+  }
+  const auto result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(formula, given.data(), given.size(), nullptr));
+  if (!result) {
+    throw py::error_already_set();
+  }
+  TORCH_CHECK_TYPE(
+      THPVariable_Check(result.ptr()), "recompute: expected a tensor of a formula, got ", Py_TYPE(result.ptr())->tp_name);
+  *is_new = Py_REFCNT(result.ptr()) == 1;
+  return THPVariable_Unpack(result.ptr());
+}
+
+// A recipe that has an origin, in that dtype.
+at::Tensor in_origin(Value& value) {
+  if (value.formula.is(formulas->cast)) {
+    return value_of(value.operands[0]).tensor();
+  }
+  c10::SmallVector<py::object, 8> given;
+  for (const py::object& each : value.operands) {
+    given.push_back(is_value(each) ? py::reinterpret_steal<py::object>(THPVariable_Wrap(in_origin(value_of(each)))) : each);
+  }
+  bool is_new = false;
+  return call(value.formula.ptr(), given, value.arguments, &is_new);
 }
 
 PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -257,9 +317,16 @@ at::Tensor Value::compute(bool* is_temporary) {
     }
     return *std::move(fused);
   }
+  if (is_cast_back(*this)) {
+    const at::Tensor tensor = in_origin(value_of(operands[0]));
+    return has_strides ? in_strides(tensor, strides) : tensor;
+  }
+  if (origin_of(*this) != at::ScalarType::Undefined && !formula.is(formulas->cast)) {
+    const at::Tensor tensor = in_origin(*this).to(at::kFloat);
+    return has_strides ? in_strides(tensor, strides) : tensor;
+  }
   PyObject* called = formula.ptr();
   c10::SmallVector<py::object, 8> given;
-  c10::SmallVector<PyObject*, 8> pointers;
   bool may_write = false;
   for (size_t i = 0; i < operands.size(); ++i) {
     if (!is_value(operands[i])) {
@@ -273,23 +340,11 @@ at::Tensor Value::compute(bool* is_temporary) {
     given.push_back(py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(operand))));
   }
   if (may_write) {
-    PyObject* const other = PyDict_GetItem(in_place().ptr(), called);
+    PyObject* const other = PyDict_GetItem(formulas->in_place.ptr(), called);
     called = other ? other : called;
   }
-  for (const py::handle argument : py::reinterpret_borrow<py::tuple>(arguments)) {
-    given.push_back(py::reinterpret_borrow<py::object>(argument));
-  }
-  for (const py::object& object : given) {
-    pointers.push_back(object.ptr());
-  }
-  const auto result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(called, pointers.data(), pointers.size(), nullptr));
-  if (!result) {
-    throw py::error_already_set();
-  }
-  TORCH_CHECK_TYPE(
-      THPVariable_Check(result.ptr()), "recompute: expected a tensor of a formula, got ", Py_TYPE(result.ptr())->tp_name);
-  const bool is_new = Py_REFCNT(result.ptr()) == 1;
-  const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
+  bool is_new = false;
+  const at::Tensor tensor = call(called, given, arguments, &is_new);
   const at::Tensor strided = has_strides ? in_strides(tensor, strides) : tensor;
   if (is_temporary) {
     *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
@@ -337,8 +392,13 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   return object;
 }
 
-void set_in_place(const py::dict& formulas) {
-  in_place() = formulas;
+void set_formulas(const py::dict& in_place, py::object movements, py::object cast) {
+  formulas = new Formulas{in_place, std::move(movements), std::move(cast)};
+}
+
+bool is_cast_back(const Value& value) {
+  return is_half(value.dtype) && value.is_recipe() && value.formula.is(formulas->cast) && is_value(value.operands[0]) &&
+         origin_of(value_of(value.operands[0])) == value.dtype;
 }
 
 int64_t number_of(const Configuration& configuration) {

@@ -103,8 +103,12 @@ bool is_value(py::handle object);
 // A kept value. `hooks` is None or the pair of hooks around the scope.
 py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks);
 
-// Formulas that write to their first operand, by those that don't: for temporaries.
-void set_in_place(const py::dict& formulas);
+// Formulas that write to their first operand, by those that don't: for temporaries. Those whose elements are their operands',
+// and the cast.
+void set_formulas(const py::dict& in_place, py::object movements, py::object cast);
+
+// Whether it is a cast back to the half type that all its elements came from, by movements alone: nothing is to be cast.
+bool is_cast_back(const Value& value);
 
 void append(Configuration& numbers, at::IntArrayRef others);
 void append(Configuration& numbers, at::ScalarType dtype, c10::Device device);
