@@ -91,6 +91,7 @@ OPS = {
     "tril": lambda x: x.tril(),
     "triu": lambda x: x.triu(1),
     "nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "nearest_of_any_size": lambda x: F.interpolate(x, size=(6, 3)),
     "nearest_1d": lambda x: F.interpolate(x.flatten(2), scale_factor=2),
     "nearest_3d": lambda x: F.interpolate(x[None], scale_factor=2),
     "avg_pool": lambda x: F.avg_pool2d(x, 2),
@@ -183,7 +184,7 @@ def test_movements_in_the_half_type_that_it_came_from(device):
     torch.manual_seed(0)
     x = torch.randn(2, 8, 4, 4, device=device, dtype=torch.bfloat16, requires_grad=True)
     with Scope() as scope:
-        up = torch.cat([F.interpolate(x.float(), scale_factor=2), x.repeat(1, 2, 2, 2).float()], 1).flip(1)
+        up = torch.cat([F.interpolate(x.float(), scale_factor=2), x.repeat(1, 2, 2, 2)], 1).flip(1)
         half = up.bfloat16()
         loss = (Keep.apply(up) + Keep.apply(half)).sum()
     moved = {value.source: value for value in scope.values() if value.is_recipe and value.sizes == list(up.shape)}

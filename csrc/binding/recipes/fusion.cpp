@@ -557,6 +557,9 @@ std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad,
   gradient.sizes = grad.sizes();
   gradient.strides = elementwise_strides(grad.sizes(), grad.strides(), input.strides);
   gradient.has_strides = true;
+  if (!agree(grad.sizes(), gradient.strides, input.strides)) {
+    return std::nullopt;  // elements in two orders: the input, once written, is read faster
+  }
   const py::object incoming = keep(grad, py::none(), py::none()), table = keep(derivative, py::none(), py::none());
   Builder builder(gradient);
   return builder.append_gradient(input, value_of(incoming), value_of(table)) ? builder.run() : std::nullopt;

@@ -137,7 +137,8 @@ at::ScalarType origin_of(const Value& value) {
   auto result = at::ScalarType::Undefined;
   for (const py::object& each : value.operands) {
     if (is_value(each)) {
-      const at::ScalarType dtype = is_cast ? value_of(each).dtype_of() : origin_of(value_of(each));
+      Value& operand = value_of(each);  // which a concatenation may cast itself
+      const at::ScalarType dtype = is_cast || is_half(operand.dtype_of()) ? operand.dtype_of() : origin_of(operand);
       if (!is_half(dtype) || (result != at::ScalarType::Undefined && result != dtype)) {
         return at::ScalarType::Undefined;
       }
@@ -166,8 +167,11 @@ at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, const py:
   return THPVariable_Unpack(result.ptr());
 }
 
-// A recipe that has an origin, in that dtype.
+// A value that has an origin, in that dtype.
 at::Tensor in_origin(Value& value) {
+  if (is_half(value.dtype_of())) {
+    return value.tensor();
+  }
   if (value.formula.is(formulas->cast)) {
     return value_of(value.operands[0]).tensor();
   }
