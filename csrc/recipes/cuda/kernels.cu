@@ -527,7 +527,7 @@ bool start_norm(Launch& launch, cudaStream_t stream) {
     // Tables are read faster by more rows at once.
     if (start_form<
             T, n, Form<4, dims, Load, Norm, LookUp>, Form<4, more, Load, Norm, LookUp, Multiply<any>>,
-            Form<2, dims, Load, Norm, Gradient>, Form<2, dims, Load, Norm, LookUp, Stash, Load, Norm, AddStash>>(
+            Form<4, dims, Load, Norm, Gradient>, Form<2, dims, Load, Norm, LookUp, Stash, Load, Norm, AddStash>>(
             launch, stream)) {
       return true;
     }

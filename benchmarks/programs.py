@@ -1,0 +1,142 @@
+"""Times the kernel that computes a chain of recipes, alone, on the GPU at hand: each of its forms, 2^28 elements in bfloat16,
+against a copy of as many bytes, in turn.
+
+Writes benchmarks/results/<device>-programs.json. Exits with 1 if a form is slower than its target.
+"""
+
+import math
+import sys
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from tqdm import tqdm
+
+from activations_cuda import _C
+from activations_cuda.recipes import norms, rules
+from benchmarks import record
+from benchmarks.timing import StepClock, alternate, spread
+
+ELEMENTS = 2**28
+AT_LEAST = 0.95  # of a copy's rate
+
+
+def numbers(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def recipe(like, formula, *operands, arguments=()):
+    return _C.recipes.recipe(like, formula, operands, arguments)
+
+
+def images(channels, size=56, memory_format=torch.channels_last):
+    count = ELEMENTS // (channels * size * size)
+    return numbers(count, channels, size, size).contiguous(memory_format=memory_format)
+
+
+def batch_norm(x, formula=norms._batch_norm_elementwise):
+    return recipe(x, formula, x, *(numbers(x.shape[1], dtype=torch.float32) for _ in range(4)), arguments=(1e-5,))
+
+
+def group_norm(x, groups=32):
+    parameters = [numbers(x.shape[1], dtype=torch.float32) for _ in range(2)]
+    statistics = [numbers(len(x), groups, dtype=torch.float32) for _ in range(2)]
+    return recipe(
+        x, norms._group_norm_in_two, x, *parameters, *statistics, arguments=(*x.shape[:2], math.prod(x.shape[2:]), groups)
+    )
+
+
+def layer_norm(x):
+    parameters = [numbers(x.shape[-1], dtype=torch.float32) for _ in range(2)]
+    statistics = [numbers(len(x), 1, dtype=torch.float32) for _ in range(2)]
+    return recipe(x, norms._layer_norm_affine, x, *parameters, *statistics, arguments=((x.shape[-1],),))
+
+
+def relu6(x, value):
+    return recipe(x, F.hardtanh, value, arguments=(0.0, 6.0))
+
+
+def silu(x, value):
+    return recipe(x, _C.silu, value)
+
+
+def residual(x):
+    return recipe(
+        x,
+        torch.relu,
+        recipe(x, rules.add, batch_norm(x), numbers(*x.shape).to(memory_format=torch.channels_last), arguments=(1,)),
+    )
+
+
+def gated(x):
+    return recipe(x, torch.mul, silu(x, batch_norm(x)), numbers(*x.shape[:2], 1, 1))
+
+
+def swiglu(x):
+    return recipe(x, torch.mul, silu(x, x), numbers(*x.shape))
+
+
+def dropout(x):
+    bits = _C.recipes.pack_mask(torch.rand(x.shape, device="cuda") > 0.1)
+    mask = recipe(
+        torch.empty(x.shape, device="cuda", dtype=torch.bool), _C.recipes.unpack_mask, bits, arguments=(x.shape, x.stride())
+    )
+    return recipe(x, rules.scaled, x, mask, arguments=(1.1,))
+
+
+# What each makes of a tensor, and the bytes of an element that it reads and writes.
+FORMS = {
+    "batch norm, 96 channels": (lambda: images(96), batch_norm, 4),
+    "batch norm, ReLU6, 96": (lambda: images(96), lambda x: relu6(x, batch_norm(x)), 4),
+    "batch norm, ReLU6, 1024": (lambda: images(1024, 16), lambda x: relu6(x, batch_norm(x)), 4),
+    "batch norm, SiLU": (lambda: images(96), lambda x: silu(x, batch_norm(x)), 4),
+    "batch norm, SiLU, gate": (lambda: images(96), gated, 4),
+    "batch norm, residual, ReLU": (lambda: images(96), residual, 6),
+    "batch norm of cuDNN, ReLU6": (lambda: images(96), lambda x: relu6(x, batch_norm(x, norms._batch_norm_scaled)), 4),
+    "batch norm, contiguous": (lambda: images(96, memory_format=torch.contiguous_format), batch_norm, 4),
+    "group norm, SiLU": (lambda: images(320, 32, torch.contiguous_format), lambda x: silu(x, group_norm(x)), 4),
+    "layer norm": (lambda: numbers(ELEMENTS // 768, 768), layer_norm, 4),
+    "SwiGLU": (lambda: numbers(ELEMENTS // 5632, 5632), swiglu, 6),
+    "dropout": (lambda: numbers(ELEMENTS // 1024, 1024), dropout, 4.125),
+    "gradient of SiLU after batch norm": (lambda: images(96), batch_norm, 6),
+    "interpreted: norm, product, ReLU6": (
+        lambda: images(96),
+        lambda x: relu6(x, recipe(x, torch.mul, relu6(x, batch_norm(x)), 0.5)),
+        4,
+    ),
+}
+
+
+def measure(name):
+    make, chain, bytes = FORMS[name]
+    torch.manual_seed(0)
+    x = make()
+    value = chain(x)
+    if name.startswith("gradient"):
+        grad, derivative = torch.randn_like(x), numbers(2**16, 2, dtype=torch.float32)
+        run = lambda: _C.recipes.gradient(value, grad, derivative)  # noqa: E731
+    else:
+        run = lambda: _C.recipes.fused(value)  # noqa: E731
+    assert run() is not None
+    source, target = (torch.empty(int(x.numel() * bytes / 2), device="cuda", dtype=torch.uint8) for _ in range(2))
+    time, copy = alternate(StepClock(rounds=15), run, lambda: target.copy_(source))
+    return {
+        "form": name,
+        "us": round(time.median, 1),
+        "copy_us": round(copy.median, 1),
+        "rate": round(copy.median / time.median, 3),
+        "spread": spread(copy, time),
+        "at_least": None if name.startswith("interpreted") else AT_LEAST,
+    }
+
+
+def main():
+    rows = [measure(name) for name in tqdm(FORMS, unit=" forms")]
+    record.write(record.path("-programs"), {**record.origin(), "elements": ELEMENTS, "rows": rows})
+    print(tabulate(rows, headers="keys"))
+    print("\nrate: of a copy of the bytes that are read and written")
+    sys.exit(any(row["at_least"] and row["rate"] < row["at_least"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
