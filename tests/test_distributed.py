@@ -1,6 +1,6 @@
 """Distributed, on PyTorch's own engine: plain DTensors and models in parallel compute what a single process computes."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -9,13 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import activations_cuda
+from activations_cuda import _C
+from activations_cuda.recipes.scope import IS_AVAILABLE
 from family import A_FEW, FAMILY, SMOOTH, sample
 
 GROUPS = [("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=pytest.mark.cuda(gpus=2))]
@@ -269,6 +275,171 @@ def models(device, ranks):
 
 def test_model(run):
     run(models)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.act, self.down = nn.LayerNorm(width), nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+
+class Residual(nn.Module):
+    """Blocks of a transformer's kind; one of them is called where its parameters aren't used, if asked for."""
+
+    def __init__(self, unused=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.blocks = nn.Linear(8, 16), nn.ModuleList(Block(16) for _ in range(3))
+        self.norm, self.head, self.unused = nn.LayerNorm(16), nn.Linear(16, 4), nn.Linear(4, 4) if unused else None
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def train(parallel, mesh, recomputes, dtype=None, unused=False, rank=0):
+    """The losses and gradients of three steps, and what autograd saved in bytes in the last."""
+    device = mesh.device_type
+    model = Residual(unused).to(device)
+    if recomputes == "convert":
+        activations_cuda.convert(model, recompute=True)
+    model = parallel(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+        scope = activations_cuda.recompute(check=True) if recomputes == "scope" else nullcontext()
+        with scope, torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        results += [loss.detach(), *(whole(p.grad) for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+def check_recompute(parallel, mesh, **options):
+    expected = train(parallel, mesh, None, rank=mesh.get_local_rank(), **options)
+    for recomputes in "scope", "convert":
+        _C.recipes.forget_chosen()
+        found = train(parallel, mesh, recomputes, rank=mesh.get_local_rank(), **options)
+        assert_equal(found, expected)
+        assert any(formula is not None for formula in _C.recipes.chosen().values())
+
+
+def ddp(hook=None, **options):
+    def parallel(model, mesh):
+        model = DistributedDataParallel(model, **options)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        return model
+
+    return parallel
+
+
+def fsdp(units, checkpointed=False, **options):
+    """`units`: the classes of the modules that are sharded by themselves."""
+
+    def parallel(model, mesh):
+        if checkpointed:
+            for block in model.blocks[::2]:
+                apply_activation_checkpointing(model, check_fn=lambda module, block=block: module is block)
+        for module in list(model.modules()):
+            if isinstance(module, units):
+                fully_shard(module, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options)
+
+    return parallel
+
+
+def fsdp1(**options):
+    def parallel(model, mesh):
+        units = ModuleWrapPolicy({Block})
+        return FullyShardedDataParallel(model, auto_wrap_policy=units, device_id=mesh.device_type, **options)
+
+    return parallel
+
+
+def check_fsdp1(mesh, **options):
+    """In the scope: what reads a parameter is saved as ever. (convert raises an error.)"""
+    rank = mesh.get_local_rank()
+    expected, found = (train(fsdp1(**options), mesh, how, rank=rank) for how in (None, "scope"))
+    assert_equal(found, expected)
+
+
+class Stage(nn.Module):
+    """One of two, each on a rank of its own."""
+
+    def __init__(self, index):
+        super().__init__()
+        model = Residual()
+        first = nn.Sequential(model.stem, model.blocks[0])
+        self.layers = (first, nn.Sequential(*model.blocks[1:], model.norm, model.head))[index]
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def check_pipeline(mesh):
+    rank, device = mesh.get_local_rank(), torch.device(mesh.device_type, mesh.get_local_rank())
+    x = torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def gradients(recomputes):
+        stage = Stage(rank).to(device)
+        if recomputes:
+            activations_cuda.convert(stage, recompute=True)
+        schedule = ScheduleGPipe(PipelineStage(stage, rank, 2, device), n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        torch.manual_seed(0)
+        losses = []
+        schedule.step(x) if rank == 0 else schedule.step(target=torch.zeros(8, 4, 4, device=device), losses=losses)
+        return [*losses, *(parameter.grad for parameter in stage.parameters())]
+
+    assert_equal(gradients(True), gradients(False))
+
+
+def split_blocks(model, mesh):
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def recomputed(device, ranks):
+    mesh = init_device_mesh(device, (ranks,))
+    for dtype in None, torch.bfloat16:
+        yield f"DDP, {dtype}", partial(check_recompute, ddp(), mesh, dtype=dtype)
+        yield f"FSDP2, {dtype}", partial(check_recompute, fsdp(Block), mesh, dtype=dtype)
+        # A norm and what reads its output in different units, whose parameters are freed between the passes.
+        yield f"FSDP2 of layers, {dtype}", partial(check_recompute, fsdp((nn.Linear, nn.LayerNorm)), mesh, dtype=dtype)
+    yield "DDP, static graph", partial(check_recompute, ddp(static_graph=True), mesh)
+    yield "DDP, unused parameters", partial(check_recompute, ddp(find_unused_parameters=True), mesh, unused=True)
+    yield "DDP, views of buckets", partial(check_recompute, ddp(gradient_as_bucket_view=True), mesh)
+    yield "DDP, hook", partial(check_recompute, ddp(hook=default_hooks.fp16_compress_hook), mesh)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    yield "FSDP2, mixed precision", partial(check_recompute, fsdp(Block, mp_policy=policy), mesh)
+    yield "FSDP2 of layers, mixed precision", partial(check_recompute, fsdp((nn.Linear, nn.LayerNorm), mp_policy=policy), mesh)
+    yield "FSDP2, not resharded", partial(check_recompute, fsdp(Block, reshard_after_forward=False), mesh)
+    yield "FSDP2, checkpoint_wrapper", partial(check_recompute, fsdp(Block, checkpointed=True), mesh)
+    yield "tensor parallel", partial(check_recompute, split_blocks, mesh)
+    for use_orig_params in False, True:
+        yield f"FSDP1, {use_orig_params=}", partial(check_fsdp1, mesh, use_orig_params=use_orig_params)
+    if ranks == 2:
+        yield "pipeline", partial(check_pipeline, mesh)
+    if device == "cuda":
+        yield "FSDP2, offload", partial(check_recompute, fsdp(Block, offload_policy=CPUOffloadPolicy()), mesh)
+
+
+@pytest.mark.skipif(not IS_AVAILABLE, reason="recompute needs torch 2.11")
+@pytest.mark.parametrize("run", [GROUPS[0], GROUPS[-1]], indirect=True, ids=group_name)
+def test_recompute(run):
+    run(recomputed)
 
 
 def check_compiled(mesh):

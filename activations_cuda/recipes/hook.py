@@ -15,6 +15,15 @@ from activations_cuda.recipes.verification import is_identical, log, verify
 unpack = _C.recipes.unpack
 
 
+def is_sharded() -> bool:
+    """Whether FSDP2 has sharded some module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    modules = sys.modules["torch.distributed._composable_state"]._module_state_mapping  # type: ignore[attr-defined]
+    return any(isinstance(module, fsdp.FSDPModule) for module in list(modules))
+
+
 class Hook:
     """One scope's hook in autograd's stack. ``pack`` is its pack hook, :data:`unpack` the other.
 
@@ -40,7 +49,12 @@ class Hook:
 
     def norm(self, weight: Any) -> nn.Module | None:
         """The model's module that has this weight."""
-        if self.model is None or not isinstance(weight, _C.recipes.Value) or not isinstance(weight.held, Tensor):
+        if (
+            self.model is None
+            or is_sharded()
+            or not isinstance(weight, _C.recipes.Value)
+            or not isinstance(weight.held, Tensor)
+        ):
             return None
         if self._norms is None:
             self._norms = {}
@@ -109,6 +123,7 @@ _C.recipes.set_up(
     as_strided=_as_strided,
     same=same,
     failed=_failed,
+    cast_node="ToCopyBackward0",
     shape=SHAPE,
     dtype=DTYPE,
 )

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from activations_cuda import _C
 from activations_cuda._torch_version import is_dynamo_compiling
-from activations_cuda.recipes.hook import Hook, unpack
+from activations_cuda.recipes.hook import Hook, is_sharded, unpack
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -80,6 +81,7 @@ class recompute:
             _entered.hooks.append(hook)
             if hook is not None:
                 _autograd._push_saved_tensors_default_hooks(hook.pack, unpack)
+                _C.recipes.set_sharded(is_sharded())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

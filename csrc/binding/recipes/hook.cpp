@@ -44,6 +44,7 @@ struct Callbacks {
         as_strided(given["as_strided"]),
         same(given["same"]),
         failed(given["failed"]),
+        cast(py::str(given["cast_node"])),
         shape(given["shape"]),
         dtype(given["dtype"]) {}
 
@@ -56,6 +57,7 @@ struct Callbacks {
   py::object is_right;          // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
   py::object as_strided, same;  // the formulas of views and copies
   py::object failed;            // (tensor, error)
+  py::str cast;                 // the name of a cast's node
   py::object shape, dtype;      // what stands among a rule's arguments for the output's own
 };
 
@@ -149,8 +151,35 @@ py::object derive(Step step);
 
 // Null stands for what can't be derived from kept values, here and below: exceptions cost a microsecond and more.
 
+// Whether FSDP2 has sharded modules. It frees a module's parameters after its forward pass, until the backward pass reaches it:
+// what others read of them, a norm's weight and bias, must be copied while they are there. (A module's own weight, cast, is
+// read where it is there again.)
+bool is_sharded = false;
+
+// Whether this is a parameter as such, and not, for example, FSDP1's of a whole module.
+bool is_plain_parameter(const at::Tensor& tensor) {
+  const py::object object = wrapped(tensor);
+  return std::any_of(callbacks->plain_types.begin(), callbacks->plain_types.end(), [&](py::handle type) {
+    return type.ptr() == reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
+  });
+}
+
+// What others may read of a sharded module's parameter, or null.
+py::object copy_of_sharded(const at::Tensor& parameter) {
+  const at::NoGradGuard no_grad;
+  const bool is_there = parameter.storage().nbytes() > 0;
+  return is_there && parameter.dim() < 2 ? keep(parameter.clone(), py::none(), py::none()) : py::object();
+}
+
+bool reads_parameter(const Value& value) {
+  return std::any_of(value.roots.begin(), value.roots.end(), [](const py::object& root) {
+    const at::Tensor& held = value_of(root).held;
+    return held.defined() && held.is_leaf() && held.requires_grad();
+  });
+}
+
 // The value of an operand: somebody keeps it, it is a parameter, or it follows from such.
-py::object find(py::handle hook, const NodePointer& node, uint32_t number, int depth) {
+py::object find(py::handle hook, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
   py::object value = noted(node, number);
   if (!value && Derivation::current) {
     auto& between = Derivation::current->between;
@@ -161,15 +190,20 @@ py::object find(py::handle hook, const NodePointer& node, uint32_t number, int d
   }
   if (!value) {
     if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
-      value = keep(leaf->variable, py::none(), py::none());
-      note(value, node, number);
+      const bool is_own = depth == 1 && name_of(reader).equal(callbacks->cast);
+      value = !is_plain_parameter(leaf->variable) ? py::object()
+              : is_sharded && !is_own             ? copy_of_sharded(leaf->variable)
+                                                  : keep(leaf->variable, py::none(), py::none());
+      if (value && !(is_sharded && is_own)) {
+        note(value, node, number);
+      }
       return value;
     }
     value = derive({hook, node, number, nullptr, depth});
     if (value && Derivation::current) {
       Derivation::current->between[{node.get(), number}] = {value, node};
     }
-  } else if (!value_of(value).is_current()) {
+  } else if (!value_of(value).is_current() || (is_sharded && reads_parameter(value_of(value)))) {
     return {};
   }
   return value;
@@ -192,7 +226,8 @@ const py::object& unpack_hook() {
 py::object saved(py::handle node, PyObject* name) {
   const py::object raw = attribute(node, name), data = attribute(raw, NAME("data"));
   if (is_value(data)) {
-    return value_of(data).is_current() ? data : py::object();
+    const Value& value = value_of(data);
+    return value.is_of_sharded ? value.copy : value.is_current() ? data : py::object();
   }
   if (!attribute(raw, NAME("unpack_hook")).is_none()) {
     return {};
@@ -212,7 +247,7 @@ py::object saved(py::handle node, PyObject* name) {
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   if (edge.function) {
-    return find(step.hook, edge.function, edge.input_nr, step.depth + 1);
+    return find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
   }
   return name ? saved(step.python(), name) : py::object();
 }
@@ -562,7 +597,18 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   }
   const NodePointer& node = tensor.grad_fn();
   if (!node) {
-    return tensor.scalar_type() == at::kBool ? callbacks->mask(hook, py::handle(object)) : keep(tensor, py::none(), outer);
+    if (tensor.scalar_type() == at::kBool) {
+      return callbacks->mask(hook, py::handle(object));
+    }
+    py::object value = keep(tensor, py::none(), outer);
+    if (is_sharded && Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(THPVariableClass)) {
+      value_of(value).is_of_sharded = true;
+      value_of(value).copy = copy_of_sharded(tensor);
+      if (value_of(value).copy && tensor.requires_grad()) {
+        note(value_of(value).copy, torch::autograd::impl::grad_accumulator(tensor), 0);
+      }
+    }
+    return value;
   }
   const auto number = static_cast<uint32_t>(tensor.output_nr());
   py::object value = noted(node, number);
@@ -685,13 +731,16 @@ void add_hook(py::module_& module) {
     set_formulas(given["in_place"], given["movements"], given["cast"]);
     callbacks = new Callbacks(given);
   });
+  module.def("set_sharded", [](bool is) { is_sharded = is; });
   module.def("pack_hook", [](const py::object& hook) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
   });
   module.attr("unpack") = unpack_hook();
   module.def("operand", [](py::handle hook, py::handle node, size_t i, int depth) {
-    const torch::autograd::Edge& edge = node_behind(node)->next_edge(i);
-    return edge.function ? or_underivable(find(hook, edge.function, edge.input_nr, depth + 1)) : py::object(py::none());
+    const NodePointer reader = node_behind(node);
+    const torch::autograd::Edge& edge = reader->next_edge(i);
+    return edge.function ? or_underivable(find(hook, *reader, edge.function, edge.input_nr, depth + 1))
+                         : py::object(py::none());
   });
   module.def("argument", [](py::handle node, py::handle name) { return with_sign(attribute(node, name.ptr())); });
   module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });

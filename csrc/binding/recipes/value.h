@@ -70,6 +70,8 @@ struct Value {
   at::Tensor held;
   py::object held_outside, unpack_outside;
   int64_t stream = 0;
+  bool is_of_sharded = false;  // a parameter that is freed between the passes
+  py::object copy;             // of it, or null
 
   // What a recipe is: formula(*operands, *arguments). Operands are values, numbers or None.
   py::object formula, arguments;
