@@ -149,7 +149,10 @@ def convert(
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
     if recompute and not calls_its_class(unwrapped(model)):
-        raise ValueError("convert: expected a model that calls its class's forward, got one with its own")
+        raise ValueError(
+            "convert: expected a model that calls its class's forward, got one with its own: convert it before accelerate's "
+            "prepare, or whatever else sets a forward"
+        )
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
     if surveyed:
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)

@@ -239,4 +239,5 @@ def set_class(module: nn.Module, kind: type) -> None:
 
 def calls_its_class(module: nn.Module) -> bool:
     """Whether calling the module calls the forward of its class, and so that of any class that it gets."""
-    return "forward" not in vars(module) or any(_bound_forwards(module))
+    # accelerate's hooks call `_old_forward`; what its prepare keeps, `_original_forward`, is called by nobody.
+    return "forward" not in vars(module) or any(name in ("forward", "_old_forward") for name in _bound_forwards(module))

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from activations_cuda._load import has_gpu
 
@@ -28,3 +29,12 @@ def no_hidden_errors(monkeypatch):
     )
     yield
     assert not hidden
+
+
+@pytest.fixture
+def deterministic():
+    """PyTorch's own kernels repeat themselves to the bit."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.use_deterministic_algorithms(False)

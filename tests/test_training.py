@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import activations_cuda
 from activations_cuda.replacements import OURS
@@ -155,15 +154,6 @@ def assert_trains_the_same(model, convert, steps, shape, dtype, memory_format):
 def convert_all(model):
     """Whether it pays or not."""
     return activations_cuda.convert(model, classes=OURS)
-
-
-@pytest.fixture
-def deterministic():
-    """PyTorch's own kernels repeat themselves to the bit."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
