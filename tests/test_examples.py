@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import activations_cuda
+from activations_cuda.recipes.scope import IS_AVAILABLE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DIGITS = EXAMPLES / "digits.py"
@@ -48,13 +49,34 @@ def test_digits_as_a_command(tmp_path):
     assert (tmp_path / "digits.png").stat().st_size > 10000
 
 
-def test_finetune_as_a_command(device):
+def equal_by(example, *options):
+    """What an example prints, which is to say that all is equal."""
+    result = subprocess.run([sys.executable, str(EXAMPLES / example), *options], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "losses equal: True; weights equal: True" in result.stdout and "False" not in result.stdout
+    return result.stdout
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_finetune_as_a_command(recompute, device):
     for library in "sklearn", "timm":
         pytest.importorskip(library)
     options = ["--no-pretrained", "--model=mobilenetv2_050", "--steps=3", "--batch=8", "--size=32", f"--device={device}"]
-    command = [sys.executable, str(EXAMPLES / "finetune.py"), *options]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "losses equal: True; weights equal: True" in result.stdout
-    before, after = map(float, re.findall(r"([\d.]+) MiB", result.stdout)[:2])
-    assert after < before
+    stdout = equal_by("finetune.py", *options, *(["--recompute"] if recompute else []))
+    before, after = map(float, re.findall(r"([\d.]+) MiB", stdout)[:2])
+    assert after < (0.5 if recompute else 1) * before
+
+
+@pytest.mark.skipif(not IS_AVAILABLE, reason="recompute needs torch 2.11")
+def test_trainer_as_a_command():
+    for library in "accelerate", "transformers":
+        pytest.importorskip(library)
+    stdout = equal_by("trainer.py", "--steps=3", "--batch=4", "--length=32", "--width=64")
+    before, after = map(float, re.findall(r"([\d.]+) MiB", stdout)[:2])
+    assert after < 0.8 * before
+
+
+@pytest.mark.skipif(not IS_AVAILABLE, reason="recompute needs torch 2.11")
+@pytest.mark.parametrize("gpus", [0, pytest.param(2, marks=pytest.mark.cuda(gpus=2))])
+def test_fsdp_as_a_command(gpus):
+    equal_by("fsdp.py", "--steps=2", "--batch=2", "--length=32", "--width=64", "--depth=2")
