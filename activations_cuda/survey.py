@@ -46,6 +46,8 @@ log = logging.getLogger("activations_cuda")
 if log.level == logging.NOTSET:
     log.setLevel(logging.INFO)
 
+LONG = 2  # seconds, after which a pass shows how far it is
+
 FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 
@@ -302,13 +304,31 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
             run(copier, *copier((model, args, kwargs)))
 
 
+class _NoProgress:
+    def update(self):
+        pass
+
+
+def _progress(total):
+    """A bar, where tqdm is there, that shows up if the pass takes long."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return nullcontext(_NoProgress())
+    return tqdm(total=total, unit=" modules", delay=LONG, leave=False)
+
+
 @contextmanager
 def running_module(copier: Copier, model: nn.Module, names: Collection[nn.Module]) -> Iterator[Callable[[], nn.Module]]:
     """To run a copy's forward pass within; yields a function that returns the original of the module that is running."""
     running = [next(iter(names))]
+    left = set(names)
 
     def enter(module, *_):
         running.append(module)
+        if module in left:
+            left.remove(module)
+            progress.update()
 
     def leave(*_):
         running.pop()
@@ -316,7 +336,12 @@ def running_module(copier: Copier, model: nn.Module, names: Collection[nn.Module
     for module in names:
         copier(module).register_forward_pre_hook(partial(enter, module), prepend=True)
         copier(module).register_forward_hook(leave, always_call=True)
-    with _randomness_unchanged([*model.parameters(), *model.buffers()]), _uncompiled(), torch.enable_grad():
+    with (
+        _randomness_unchanged([*model.parameters(), *model.buffers()]),
+        _uncompiled(),
+        torch.enable_grad(),
+        _progress(len(names)) as progress,
+    ):
         yield lambda: running[-1]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import os
+import re
 import threading
 import weakref
 from functools import partial
@@ -328,6 +329,20 @@ def test_decorator():
     assert loss.__name__ == "loss" and loss.__doc__ == "Calls itself."
     loss(2).backward()
     assert top_hooks() is None
+
+
+def test_first_uses_are_logged(monkeypatch):
+    """In one line, and nothing else is."""
+    messages = []
+    monkeypatch.setattr(hook.log, "info", lambda message, *arguments: messages.append(message % arguments))
+    net, x = small_net()
+    _C.recipes.forget_chosen()
+    for _ in range(2):
+        with recompute():
+            loss = net(x).sum()
+        loss.backward()
+    (message,) = messages
+    assert re.fullmatch(r"recompute: verified \d+ recipes at their first use, in \d+\.\d s", message)
 
 
 def test_an_error_within_leaves_the_scope():

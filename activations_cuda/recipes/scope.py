@@ -12,6 +12,7 @@ from torch import nn
 from activations_cuda import _C
 from activations_cuda._torch_version import is_dynamo_compiling
 from activations_cuda.recipes.hook import Hook, is_sharded, unpack
+from activations_cuda.recipes.verification import report
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -90,6 +91,7 @@ class recompute:
         hook = _entered.hooks.pop()
         if hook is not None:
             _autograd._pop_saved_tensors_default_hooks()
+            report()
             if hook.mismatch is not None and error is None:
                 raise RuntimeError(f"recompute: {hook.mismatch}")
 

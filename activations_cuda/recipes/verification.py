@@ -6,6 +6,8 @@ many formulas agree, and half types hide most differences. So its formula is cho
 """
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +94,42 @@ def is_identical(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
+@dataclass
+class Verified:
+    """How many recipes this thread has verified since it was last reported, and in how many seconds."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.verified = Verified()
+
+
+_of_thread = _OfThread()
+
+
+def report() -> None:
+    """Log what first uses have cost, if there were any."""
+    verified, _of_thread.verified = _of_thread.verified, Verified()
+    if verified.count:
+        log.info("recompute: verified %d recipes at their first use, in %.1f s", verified.count, verified.seconds)
+
+
 def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], tensor: Tensor) -> bool:
     """Choose formulas for the recipes that haven't been tried, of which `recipe` is the last, and compare with its tensor."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # comparing waits for the device
+    start = time.perf_counter()
+    try:
+        return _verify(recipe, untried, tensor)
+    finally:
+        _of_thread.verified.count += len(untried)
+        _of_thread.verified.seconds += time.perf_counter() - start
+
+
+def _verify(recipe, untried, tensor):
     with computing():
         for each, formula in untried:
             if isinstance(formula, Candidates):

@@ -191,9 +191,10 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
   if (!value) {
     if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
       const bool is_own = depth == 1 && name_of(reader).equal(callbacks->cast);
-      value = !is_plain_parameter(leaf->variable) ? py::object()
-              : is_sharded && !is_own             ? copy_of_sharded(leaf->variable)
-                                                  : keep(leaf->variable, py::none(), py::none());
+      const bool is_taken = is_plain_parameter(leaf->variable) || attribute(hook, NAME("assumes")).ptr() == Py_True;
+      value = !is_taken               ? py::object()
+              : is_sharded && !is_own ? copy_of_sharded(leaf->variable)
+                                      : keep(leaf->variable, py::none(), py::none());
       if (value && !(is_sharded && is_own)) {
         note(value, node, number);
       }
