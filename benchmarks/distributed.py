@@ -1,4 +1,5 @@
-"""Trains models in parallel on two GPUs for a few steps, as they come and converted: step time and peak memory of both.
+"""Trains models in parallel on two GPUs for a few steps, unmodified and converted, some with recompute: step time and peak
+memory of both.
 
 Writes benchmarks/results/<device>-x2-distributed.json. Exits with 1 where a loss or a weight differs.
 """
@@ -25,6 +26,7 @@ import activations_cuda
 from activations_cuda._load import has_gpu
 from benchmarks import record
 from benchmarks.models import IMAGE, STEPS, compare, deterministic, from_torchvision, is_short, mlp, same, table
+from benchmarks.recompute import llama
 from benchmarks.timing import StepClock, alternate
 
 RANKS = 2
@@ -38,6 +40,14 @@ class Case:
     parallelize: Callable
     shape: tuple  # of a rank's batch
     autocast: bool  # to bfloat16; or else the model is of that dtype
+    recompute: bool = False
+    vocabulary: int | None = None
+
+    def batch(self, device):
+        if self.vocabulary:
+            return torch.randint(1, self.vocabulary, self.shape, device=device)
+        batch = torch.randn(self.shape, device=device)
+        return batch.to(memory_format=torch.channels_last) if self.autocast else batch.bfloat16()
 
 
 def data_parallel(model):
@@ -47,6 +57,12 @@ def data_parallel(model):
 def fully_sharded(model):
     for block in model.features:
         fully_shard(block)
+    return fully_shard(model)
+
+
+def fully_sharded_llama(model):
+    for layer in model.model.model.layers:
+        fully_shard(layer)
     return fully_shard(model)
 
 
@@ -64,6 +80,11 @@ CASES = [
         for parallel, parallelize in (("DDP", data_parallel), ("FSDP2", fully_sharded))
     ),
     Case("tensor parallel", "MLP, 4 x 4096", mlp, tensor_parallel, (8192, 4096), autocast=False),
+    *(
+        Case("DDP", model, partial(from_torchvision, model), data_parallel, (128, *IMAGE), autocast=True, recompute=True)
+        for model in ("efficientnet_b0", "resnet50")
+    ),
+    Case("FSDP2", "Llama", llama, fully_sharded_llama, (2, 2048), autocast=False, recompute=True, vocabulary=32000),
 ]
 
 
@@ -109,9 +130,8 @@ def on_all_ranks(condition):
 def measure(case, device, clock):
     torch.manual_seed(0)  # on every rank alike
     model = case.create()
-    batch = torch.randn(case.shape, device=device)
-    batch = batch.to(memory_format=torch.channels_last) if case.autocast else batch.bfloat16()
-    converted = activations_cuda.convert(copy.deepcopy(model))
+    batch = case.batch(device)
+    converted = activations_cuda.convert(copy.deepcopy(model), recompute=case.recompute)
     before, after = trainings = [Training(case, m, batch) for m in (model, converted)]
     equal = same(trainings)
     times = alternate(clock, *trainings)
@@ -119,7 +139,7 @@ def measure(case, device, clock):
     return {
         "model": case.model,
         "dtype": "bfloat16",
-        "mode": case.parallel,
+        "mode": f"{case.parallel}, recompute" if case.recompute else case.parallel,
         "batch": case.shape[0],
         "steps": equal["steps"],
         **{what: on_all_ranks(equal[what]) for what in ("losses_equal", "weights_equal")},
@@ -148,7 +168,7 @@ def main():
         torch.multiprocessing.spawn(work, (rendezvous, path), nprocs=RANKS)
     rows = json.loads(path.read_text())["rows"]
     print(table(rows))
-    print("\nbefore: the model as it comes; after: converted. batch: of each GPU. Time and memory are those of the first GPU.")
+    print("\nbefore: unmodified; after: converted. batch: of each GPU. Time and memory are those of the first GPU.")
     sys.exit(1 if any(map(is_short, rows)) else 0)
 
 
