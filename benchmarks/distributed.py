@@ -1,7 +1,8 @@
 """Trains models in parallel on two GPUs for a few steps, unmodified and converted, some with recompute: step time and peak
 memory of both.
 
-Writes benchmarks/results/<device>-x2-distributed.json. Exits with 1 where a loss or a weight differs.
+Writes benchmarks/results/<device>-x2-distributed.json. Exits with 1 where a loss or a weight differs. Names of models on the
+command line run those alone.
 """
 
 import copy
@@ -25,7 +26,7 @@ from tqdm import tqdm
 import activations_cuda
 from activations_cuda._load import has_gpu
 from benchmarks import record
-from benchmarks.models import IMAGE, STEPS, compare, deterministic, from_torchvision, is_short, mlp, same, table
+from benchmarks.models import IMAGE, STEPS, chosen_models, compare, deterministic, from_torchvision, is_short, mlp, same, table
 from benchmarks.recompute import llama
 from benchmarks.timing import StepClock, alternate
 
@@ -147,25 +148,26 @@ def measure(case, device, clock):
     }
 
 
-def work(rank, rendezvous, path):
+def work(rank, rendezvous, path, chosen):
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=RANKS, device_id=torch.device("cuda", rank))
     rows = []
-    for case in tqdm(CASES, unit=" runs", disable=rank != 0):
+    for case in tqdm([case for case in CASES if case.model in chosen], unit=" runs", disable=rank != 0):
         rows.append(measure(case, "cuda", StepClock()))
         torch.cuda.empty_cache()
-    if rank == 0:
-        record.write(path, {**record.origin(), "ranks": RANKS, "rows": rows})
+        if rank == 0:
+            record.write(path, {**record.origin(), "ranks": RANKS, "rows": rows})
     dist.destroy_process_group()
 
 
 def main():
     if not has_gpu() or torch.cuda.device_count() < RANKS:
         sys.exit(f"python -m benchmarks.distributed: needs {RANKS} GPUs and a build of activations_cuda for them")
+    chosen = chosen_models("python -m benchmarks.distributed", __doc__, [*dict.fromkeys(case.model for case in CASES)])
     path = record.path(f"-x{RANKS}-distributed")
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = (Path(directory) / "rendezvous").as_uri()
-        torch.multiprocessing.spawn(work, (rendezvous, path), nprocs=RANKS)
+        torch.multiprocessing.spawn(work, (rendezvous, path, chosen), nprocs=RANKS)
     rows = json.loads(path.read_text())["rows"]
     print(table(rows))
     print("\nbefore: unmodified; after: converted. batch: of each GPU. Time and memory are those of the first GPU.")

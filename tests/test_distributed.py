@@ -46,7 +46,7 @@ def start(rank, cases, device, ranks, rendezvous):
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "one-thread-gloo",
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "one-thread-gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=ranks,
@@ -310,7 +310,7 @@ def train(parallel, mesh, recomputes, dtype=None, unused=False, rank=0):
     if recomputes == "convert":
         activations_cuda.convert(model, recompute=True)
     model = parallel(model, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # of DTensors and plain ones alike
     results = []
     for step in range(3):
         torch.manual_seed(step)
