@@ -141,7 +141,7 @@ class Builder {
   // Appends what computes the gradient, which the root is.
   bool append_gradient(Value& input, Value& grad, Value& derivative) {
     Step step = {Code::gradient, element_of(root_->dtype), {}};
-    return note(root_->dtype) && append_operand(*root_, input) &&
+    return note(root_->dtype) && append_operand(*root_, input) && formulas_ > 0 &&  // else PyTorch's op reads no less
            add_leaf(*root_, grad, Place::broadcast, &step.reference[0]) &&
            add_leaf(*root_, derivative, Place::table, &step.reference[1]) && add(step);
   }
