@@ -129,7 +129,8 @@ def test_peft(tmp_path, device, deterministic):
 
     model = compare(create, trainer(tmp_path, device, bf16=True)).to(device)
     with torch.autocast(device, torch.bfloat16):
-        report = activations_cuda.memory_report(model, input_ids=torch.zeros(4, 64, dtype=torch.long), recompute=True)
+        tokens = torch.zeros(4, 64, dtype=torch.long, device=device)
+        report = activations_cuda.memory_report(model, input_ids=tokens, recompute=True)
     assert report.recompute < 0.8 * report.before
 
 
@@ -301,13 +302,14 @@ def test_transformer_of_diffusers(device, deterministic):
 def test_timm(compiled, device, deterministic):
     """Its training step: channels-last, autocast, an exponential moving average of the weights, clipped gradients."""
     timm = pytest.importorskip("timm")
+    from timm.optim import create_optimizer_v2
     from timm.utils import ModelEmaV3, dispatch_clip_grad
 
     def train(model):
         model = model.to(device, memory_format=torch.channels_last)
         average = ModelEmaV3(model, decay=0.9)
         run = torch.compile(model, backend="aot_eager") if compiled else model
-        optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3)
+        optimizer = create_optimizer_v2(model, "adamw", lr=1e-3)
         losses = []
         for step in range(3):
             torch.manual_seed(step)

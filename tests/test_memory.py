@@ -281,4 +281,4 @@ def test_report_of_the_scope_is_what_the_allocator_counts(name):
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated() - before + x.nbytes
     del output
-    assert abs(report.recompute / kept - 1) < 0.02
+    assert abs(report.recompute / kept - 1) < 0.03  # which rounds small tensors up
