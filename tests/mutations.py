@@ -39,7 +39,7 @@ TESTS = [  # the quick ones first
 ]
 
 
-RECOMPUTE_TESTS = ["test_programs.py", "test_recompute.py", "test_rules.py"]
+RECOMPUTE_TESTS = ["test_programs.py", "test_recompute.py", "test_rules.py", "test_distributed.py"]
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,25 @@ RECOMPUTE = [
         "computed under autocast", VALUE, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"
     ),
     Mutant("a value of another version", VALUE, "version == static_cast<int64_t>(tensor._version()) &&", ""),
-    Mutant("an operand that was written to", HOOK, "} else if (!value_of(value).is_current()) {", "} else if (false) {"),
+    Mutant("an operand that was written to", HOOK, "} else if (!value_of(value).is_current() || (", "} else if (("),
+    Mutant(
+        "any hook is a scope's",
+        HOOK,
+        "second.ptr(getPyInterpreter()) == unpack_hook().ptr();",
+        "second.ptr(getPyInterpreter());",
+    ),
+    Mutant("what is overwritten is kept", HOOK, "return keep(tensor.clone(), value_of(value).source, outer);", "return value;"),
+    Mutant(
+        "a recipe of what is overwritten", HOOK, "value_of(value).is_recipe() && !is_written", "value_of(value).is_recipe()"
+    ),
+    Mutant("a recipe's version, in place", HOOK, "value_of(value).replaced.reset();", ""),
+    Mutant("a sharded weight is not copied", HOOK, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
+    Mutant("a gradient that isn't selected", STEPS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
+    Mutant(
+        "a gradient in another layout", FUSION, "if (!agree(grad.sizes(), gradient.strides, input.strides)) {", "if (false) {"
+    ),
+    Mutant("moved in float32", VALUE, "origin_of(value_of(value.operands[0])) == value.dtype", "false"),
+    Mutant("half types mixed", VALUE, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
     Mutant("a rule for every output", HOOK, "step.number && !callbacks->of_all_outputs.contains(name)", "false"),
     Mutant("the formula is not in the key", HOOK, "number_of_object(recipe.formula), ", ""),
     Mutant("writes between op and saver", HOOK, "recipe.version > recipe.max_writes", "false"),

@@ -28,7 +28,7 @@ def test_blocks_run(page):
 
 @FROM_SOURCE
 def test_the_readme_is_short():
-    assert len(PAGES["README.md"].split()) <= 1200
+    assert len(PAGES["README.md"].split()) <= 1000
 
 
 @FROM_SOURCE
