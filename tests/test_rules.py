@@ -196,6 +196,20 @@ def test_movements_in_the_half_type_that_it_came_from(device):
     assert torch.autograd.grad(loss, x)[0].isfinite().all()
 
 
+def test_movements_of_both_half_types(device):
+    """Together they are float32."""
+    torch.manual_seed(0)
+    x, y = (torch.randn(2, 8, 4, 4, device=device, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    x, y = x.requires_grad_(), y.requires_grad_()
+    with Scope() as scope:
+        both = torch.cat([x.float(), y.float()], 1).flip(1)
+        loss = Keep.apply(both.half()).sum() + Keep.apply(both).sum()
+    recipes = {value.source: value for value in scope.values() if value.is_recipe}
+    assert torch.equal(recipes["ToCopyBackward0"].compute(), both.half())
+    assert torch.equal(recipes["FlipBackward0"].compute(), both)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss, (x, y)))
+
+
 def test_every_rule_is_tried():
     """What no test reaches may be wrong."""
     others = {
