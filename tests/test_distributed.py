@@ -404,6 +404,91 @@ def check_pipeline(mesh):
     assert_equal(gradients(True), gradients(False))
 
 
+class Norm(nn.Module):
+    """Whose output is read within it and by the next module."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return y, self.up(y)
+
+
+class Down(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.down = nn.Linear(width, width)
+
+    def forward(self, pair):
+        return self.down(pair[0]) + pair[1]
+
+
+class Scale(nn.Module):
+    """By a parameter, frozen or not, that is read through a view."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(8), requires_grad=not frozen)
+
+    def forward(self, x):
+        return torch.relu(x) * self.gamma.view(1, -1, 1, 1)
+
+
+def pairs():
+    return nn.Sequential(nn.Linear(8, 16), Norm(16), Down(16), Norm(16), Down(16), nn.Linear(16, 4))
+
+
+def scales(frozen):
+    return nn.Sequential(nn.Conv2d(3, 8, 3), Scale(frozen), nn.Conv2d(8, 8, 3), Scale(frozen), nn.PReLU(8), nn.Conv2d(8, 4, 3))
+
+
+def with_group_norm():
+    layers = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 4, 3)
+    return nn.Sequential(nn.Sequential(*layers), nn.Conv2d(4, 4, 1))
+
+
+def units(model, mesh):
+    """Each layer a unit."""
+    for layer in model:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def flat_units(use_orig_params):
+    def parallel(model, mesh):
+        policy, options = ModuleWrapPolicy({Norm, Down}), {"backward_prefetch": None, "use_orig_params": use_orig_params}
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=mesh.device_type, **options)
+
+    return parallel
+
+
+def check_freed_parameters(create, parallel, shape, mesh, twice=False):
+    """Recipes read no parameter that is freed, nor a copy of another step: `twice`, an older graph is alive meanwhile."""
+
+    def losses(scope):
+        torch.manual_seed(0)
+        model = parallel(create().to(mesh.device_type), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+        result = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + mesh.get_local_rank())
+            x = torch.randn(shape, generator=generator).to(mesh.device_type)
+            with scope():
+                loss = model(x).square().mean()
+                other = model(x).square().mean() if twice else None
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            result.append(loss.item())
+        del other
+        return result
+
+    assert losses(activations_cuda.recompute) == losses(nullcontext)
+
+
 def split_blocks(model, mesh):
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:
@@ -430,6 +515,14 @@ def recomputed(device, ranks):
     yield "tensor parallel", partial(check_recompute, split_blocks, mesh)
     for use_orig_params in False, True:
         yield f"FSDP1, {use_orig_params=}", partial(check_fsdp1, mesh, use_orig_params=use_orig_params)
+        yield (
+            f"FSDP1, a norm in another unit, {use_orig_params=}",
+            partial(check_freed_parameters, pairs, flat_units(use_orig_params), (8, 8), mesh),
+        )
+    for frozen in False, True:
+        create = partial(scales, frozen)
+        yield f"FSDP2, views, {frozen=}", partial(check_freed_parameters, create, units, (4, 3, 10, 10), mesh)
+    yield "FSDP2, an older graph", partial(check_freed_parameters, with_group_norm, units, (4, 3, 10, 10), mesh, twice=True)
     if ranks == 2:
         yield "pipeline", partial(check_pipeline, mesh)
     if device == "cuda":

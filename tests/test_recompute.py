@@ -621,6 +621,16 @@ def test_written_to_by_an_activation():
                 assert_same(one, other)
 
 
+def test_what_an_activation_copies_is_what_its_output_follows_from():
+    """After a convolution, whose output is kept by nobody else: one copy, and no output."""
+    conv = nn.Conv2d(8, 8, 1).bfloat16()
+    x = torch.randn(2, 8, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    with Scope() as entered:
+        loss = Keep.apply(_C.silu_(conv(Keep.apply(x)))).float().sum()
+    assert entered.bytes(conv) == 3 * x.nbytes  # x, the convolution's input, and the copy of its output
+    loss.backward()
+
+
 def test_written_to_by_an_activation_what_somebody_saved():
     def run(context, x, conv, norm):
         with context():
@@ -1010,6 +1020,30 @@ def test_check(monkeypatch):
     wrong[0] = 0
     with recompute(check=True):
         net(x).square().mean().backward()
+
+
+def test_a_formula_that_raises_is_tried_once(monkeypatch):
+    calls = []
+
+    def formula(input):
+        calls.append(input)
+        raise RuntimeError("not implemented")
+
+    monkeypatch.setitem(RULES, "NegBackward0", op(formula, operands=(None,)))
+    _C.recipes.forget_chosen()
+    x = torch.randn(4, requires_grad=True)
+    for _ in range(3):
+        with recompute():
+            loss = Keep.apply(-x).sum()
+        loss.backward()
+    assert len(calls) == 1
+    _C.recipes.forget_chosen()
+
+
+def test_check_takes_a_nan_for_a_nan():
+    x = torch.tensor([0xFFC0 - 2**16, 0x7F81, 0], dtype=torch.int16).view(torch.bfloat16).requires_grad_()
+    with recompute(check=True):
+        Keep.apply(x.float().flip(0).bfloat16()).sum().backward()
 
 
 def test_the_hook_never_raises(monkeypatch):

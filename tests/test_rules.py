@@ -196,6 +196,16 @@ def test_movements_in_the_half_type_that_it_came_from(device):
     assert torch.autograd.grad(loss, x)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("scales", [(3.0, 3.2), (3.2, 3.0)], ids=str)
+def test_nearest_by_scales_of_the_same_sizes(scales, device):
+    x = torch.randn(2, 8, 4, 4, device=device, requires_grad=True)
+    for scale in scales:
+        with Scope(check=False):
+            loss = Keep.apply(F.interpolate(x * 1, scale_factor=scale)).sum()
+        (grad,) = torch.autograd.grad(loss, x)
+        assert torch.equal(grad, torch.autograd.grad(Keep.apply(F.interpolate(x * 1, scale_factor=scale)).sum(), x)[0])
+
+
 def test_movements_of_both_half_types(device):
     """Together they are float32."""
     torch.manual_seed(0)

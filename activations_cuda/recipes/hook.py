@@ -15,13 +15,14 @@ from activations_cuda.recipes.verification import is_identical, log, verify
 unpack = _C.recipes.unpack
 
 
-def is_sharded() -> bool:
-    """Whether FSDP2 has sharded some module."""
+def sharding() -> tuple[bool, bool]:
+    """Whether FSDP2 has sharded some module, and whether FSDP1 may have."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return False
-    modules = sys.modules["torch.distributed._composable_state"]._module_state_mapping  # type: ignore[attr-defined]
-    return any(isinstance(module, fsdp.FSDPModule) for module in list(modules))
+    if fsdp is None or not torch.distributed.is_initialized():
+        return False, False
+    modules = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
+    # Without that list, as in a later release, any module may be.
+    return modules is None or any(isinstance(module, fsdp.FSDPModule) for module in list(modules)), True
 
 
 class Hook:
@@ -51,7 +52,7 @@ class Hook:
         """The model's module that has this weight."""
         if (
             self.model is None
-            or is_sharded()
+            or sharding()[0]
             or not isinstance(weight, _C.recipes.Value)
             or not isinstance(weight.held, Tensor)
         ):

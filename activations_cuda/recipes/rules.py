@@ -196,7 +196,9 @@ def adaptive_avg_pool2d(input, shape):
 def upsample_nearest(input, output_size, *scales):
     """By whole numbers each element is repeated, which a copy does faster than PyTorch's kernel for channels-last."""
     sizes = input.shape[2:]
-    if any(output % size for output, size in zip(output_size, sizes, strict=True)):
+    are_whole = not any(output % size for output, size in zip(output_size, sizes, strict=True))
+    given = zip(scales, sizes, output_size, strict=True)
+    if not are_whole or any(scale is not None and scale * size != output for scale, size, output in given):
         return (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)[len(sizes) - 1](
             input, output_size, *scales
         )

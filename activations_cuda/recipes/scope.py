@@ -11,7 +11,7 @@ from torch import nn
 
 from activations_cuda import _C
 from activations_cuda._torch_version import is_dynamo_compiling
-from activations_cuda.recipes.hook import Hook, is_sharded, unpack
+from activations_cuda.recipes.hook import Hook, sharding, unpack
 from activations_cuda.recipes.verification import report
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -82,7 +82,7 @@ class recompute:
             _entered.hooks.append(hook)
             if hook is not None:
                 _autograd._push_saved_tensors_default_hooks(hook.pack, unpack)
-                _C.recipes.set_sharded(is_sharded())
+                _C.recipes.set_sharding(*sharding())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -94,12 +94,7 @@ class Step:
 
     def operand(self, i: int, name: str | None = None) -> Any:
         """The value of operand i, found by its edge or as what the node saved under a name: a value, a number or None."""
-        value = _C.recipes.operand(self._hook, self.node, i, self.depth)
-        if value is not None:
-            return value
-        if name is None:
-            raise Underivable
-        return self.saved(name)
+        return _C.recipes.operand(self._hook, self.node, i, _as_packed(name), self.depth)
 
     def saved(self, name: str) -> Any:
         """The value, number or None behind what the node saved under a name."""

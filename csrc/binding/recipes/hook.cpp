@@ -151,31 +151,48 @@ py::object derive(Step step);
 
 // Null stands for what can't be derived from kept values, here and below: exceptions cost a microsecond and more.
 
-// Whether FSDP2 has sharded modules. It frees a module's parameters after its forward pass, until the backward pass reaches it:
-// what others read of them, a norm's weight and bias, must be copied while they are there. (A module's own weight, cast, is
-// read where it is there again.)
-bool is_sharded = false;
+// Whether FSDP has sharded modules: FSDP2 some, or FSDP1, whose parameters are views of a flat one, perhaps some. Either frees
+// a module's parameters after its forward pass, until the backward pass reaches it. So a parameter's value is private to what
+// saved it, which reads it where it is there again; any other gets a copy, made while it is there.
+struct Sharding {
+  bool is_there, may_be_flat;
+} sharding = {false, false};
 
-// Whether this is a parameter as such, and not, for example, FSDP1's of a whole module.
-bool is_plain_parameter(const at::Tensor& tensor) {
+bool is_parameter(const at::Tensor& tensor) {
   const py::object object = wrapped(tensor);
-  return std::any_of(callbacks->plain_types.begin(), callbacks->plain_types.end(), [&](py::handle type) {
-    return type.ptr() == reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
-  });
+  return Py_TYPE(object.ptr()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
 }
 
-// What others may read of a sharded module's parameter, or null.
-py::object copy_of_sharded(const at::Tensor& parameter) {
+bool is_freed(const at::Tensor& parameter) {
+  return sharding.is_there || (sharding.may_be_flat && py::hasattr(wrapped(parameter), "_is_flat_param"));
+}
+
+// A copy of a norm's weight or bias, or null: of what is large, or freed already.
+py::object copy_of(const at::Tensor& parameter) {
+  const auto sizes = parameter.sizes();
+  const bool is_small = std::count_if(sizes.begin(), sizes.end(), [](int64_t size) { return size > 1; }) < 2;
   const at::NoGradGuard no_grad;
-  const bool is_there = parameter.storage().nbytes() > 0;
-  return is_there && parameter.dim() < 2 ? keep(parameter.clone(), py::none(), py::none()) : py::object();
+  return is_small && parameter.storage().nbytes() > 0 ? keep(parameter.clone(), py::none(), py::none()) : py::object();
 }
 
-bool reads_parameter(const Value& value) {
-  return std::any_of(value.roots.begin(), value.roots.end(), [](const py::object& root) {
-    const at::Tensor& held = value_of(root).held;
-    return held.defined() && held.is_leaf() && held.requires_grad();
-  });
+bool is_private(const Value& value) {
+  return value.is_private ||
+         std::any_of(value.roots.begin(), value.roots.end(), [](const py::object& root) { return value_of(root).is_private; });
+}
+
+// The value of a parameter, which is a leaf of the graph.
+py::object find_leaf(const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
+  if (!is_freed(parameter)) {
+    py::object value = keep(parameter, py::none(), py::none());
+    note(value, node, number);
+    return value;
+  }
+  if (depth > 1 || !name_of(reader).equal(callbacks->cast)) {
+    return sharding.is_there ? copy_of(parameter) : py::object();
+  }
+  py::object value = keep(parameter, py::none(), py::none());  // a module's own weight, cast
+  value_of(value).is_private = true;
+  return value;
 }
 
 // The value of an operand: somebody keeps it, it is a parameter, or it follows from such.
@@ -190,21 +207,13 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
   }
   if (!value) {
     if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
-      const bool is_own = depth == 1 && name_of(reader).equal(callbacks->cast);
-      const bool is_taken = is_plain_parameter(leaf->variable) || attribute(hook, NAME("assumes")).ptr() == Py_True;
-      value = !is_taken               ? py::object()
-              : is_sharded && !is_own ? copy_of_sharded(leaf->variable)
-                                      : keep(leaf->variable, py::none(), py::none());
-      if (value && !(is_sharded && is_own)) {
-        note(value, node, number);
-      }
-      return value;
+      return find_leaf(leaf->variable, reader, node, number, depth);
     }
     value = derive({hook, node, number, nullptr, depth});
     if (value && Derivation::current) {
       Derivation::current->between[{node.get(), number}] = {value, node};
     }
-  } else if (!value_of(value).is_current() || (is_sharded && reads_parameter(value_of(value)))) {
+  } else if (!value_of(value).is_current() || is_private(value_of(value))) {
     return {};
   }
   return value;
@@ -228,7 +237,7 @@ py::object saved(py::handle node, PyObject* name) {
   const py::object raw = attribute(node, name), data = attribute(raw, NAME("data"));
   if (is_value(data)) {
     const Value& value = value_of(data);
-    return value.is_of_sharded ? value.copy : value.is_current() ? data : py::object();
+    return value.is_private ? value.copy : value.is_current() && !is_private(value) ? data : py::object();
   }
   if (!attribute(raw, NAME("unpack_hook")).is_none()) {
     return {};
@@ -247,7 +256,9 @@ py::object saved(py::handle node, PyObject* name) {
 // The value of operand i, which the node may have saved under a name.
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
-  if (edge.function) {
+  // A sharded parameter may be freed by now, but what was saved of it has a copy.
+  const bool is_saved = name && sharding.is_there && dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
+  if (edge.function && !is_saved) {
     return find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
   }
   return name ? saved(step.python(), name) : py::object();
@@ -326,6 +337,7 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
     recipe.depth = std::max(recipe.depth, value.depth + 1);
     if (!value.is_recipe()) {
       add_root(each);
+      recipe.max_writes = std::max<int>(recipe.max_writes, value.is_before_write);
       continue;
     }
     std::for_each(value.roots.begin(), value.roots.end(), add_root);
@@ -546,7 +558,10 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
     return recipe_of("written to", callbacks->same, value, py::tuple(), tensor, {-5});
   }
   const at::NoGradGuard no_grad;
-  return keep(tensor.clone(), value_of(value).source, outer);
+  py::object copy = keep(tensor.clone(), value_of(value).source, outer);
+  value_of(copy).is_before_write = true;
+  note(copy, tensor.grad_fn(), static_cast<uint32_t>(tensor.output_nr()));
+  return copy;
 }
 
 // A view, as its base's value and a geometry; null where the hooks outside would be given more than the view.
@@ -556,6 +571,7 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
   py::object value;
   if (!node) {
     value = keep(base, py::none(), py::none());
+    value_of(value).is_private = (sharding.is_there || sharding.may_be_flat) && is_parameter(base) && is_freed(base);
   } else {
     const auto number = static_cast<uint32_t>(base.output_nr());
     value = noted(node, number);
@@ -602,12 +618,10 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
       return callbacks->mask(hook, py::handle(object));
     }
     py::object value = keep(tensor, py::none(), outer);
-    if (is_sharded && Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(THPVariableClass)) {
-      value_of(value).is_of_sharded = true;
-      value_of(value).copy = copy_of_sharded(tensor);
-      if (value_of(value).copy && tensor.requires_grad()) {
-        note(value_of(value).copy, torch::autograd::impl::grad_accumulator(tensor), 0);
-      }
+    const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+    if ((sharding.is_there || sharding.may_be_flat) && is_parameter(owner) && is_freed(owner)) {
+      value_of(value).is_private = true;
+      value_of(value).copy = sharding.is_there ? copy_of(tensor) : py::object();
     }
     return value;
   }
@@ -732,16 +746,18 @@ void add_hook(py::module_& module) {
     set_formulas(given["in_place"], given["movements"], given["cast"]);
     callbacks = new Callbacks(given);
   });
-  module.def("set_sharded", [](bool is) { is_sharded = is; });
+  module.def("set_sharding", [](bool is_there, bool may_be_flat) { sharding = {is_there, may_be_flat}; });
   module.def("pack_hook", [](const py::object& hook) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
   });
   module.attr("unpack") = unpack_hook();
-  module.def("operand", [](py::handle hook, py::handle node, size_t i, int depth) {
-    const NodePointer reader = node_behind(node);
-    const torch::autograd::Edge& edge = reader->next_edge(i);
-    return edge.function ? or_underivable(find(hook, *reader, edge.function, edge.input_nr, depth + 1))
-                         : py::object(py::none());
+  module.def("operand", [](py::handle hook, py::handle node, size_t i, py::handle name, int depth) {
+    const NodePointer pointer = node_behind(node);
+    Step step(hook, pointer, 0, nullptr, depth);
+    if (!pointer->next_edge(i).function && name.is_none()) {
+      return py::object(py::none());
+    }
+    return or_underivable(operand(step, i, name.is_none() ? nullptr : name.ptr()));
   });
   module.def("argument", [](py::handle node, py::handle name) { return with_sign(attribute(node, name.ptr())); });
   module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });

@@ -1,5 +1,6 @@
 #include "smooth.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -91,6 +92,7 @@ struct SmoothBackward : Node {
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     const py::gil_scoped_acquire gil;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const py::object input = value_behind(fields_.input);
     return input && value_of(input).is_recipe() ? compute_gradient(value_of(input), grad, tables->derivative) : std::nullopt;
   }
