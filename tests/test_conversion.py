@@ -1299,6 +1299,29 @@ def test_recompute_in_a_models_forward():
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
+def test_recompute_exports_compiles_and_saves_as_before(tmp_path):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(inplace=True), nn.Conv2d(8, 4, 1))
+    model, x = activations_cuda.convert(copy.deepcopy(plain), recompute=True), torch.randn(2, 3, 8, 8)
+    outputs = [torch.compile(each, backend="aot_eager")(x) for each in (plain, model)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    model.eval(), plain.eval()
+    targets = [
+        {node.target for node in torch.export.export(each, (x,)).graph.nodes if node.op == "call_function"}
+        for each in (plain, model)
+    ]
+    assert targets[0] == targets[1]
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    plain.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert repr(loaded) == repr(model) and torch.equal(loaded(x), plain(x))
+
+
 def test_recompute_converts_smooth_activations():
     """All: they save their input then, and in place no copy of it, which costs nothing anywhere."""
     layers = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.ReLU6(), nn.BatchNorm1d(8), nn.SiLU(True), nn.Linear(8, 8)
