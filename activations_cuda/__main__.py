@@ -1,4 +1,5 @@
-"""The package's commands: a comparison with PyTorch on the machine at hand, and the memory report of a known model."""
+"""The package's commands: a comparison with PyTorch on the machine at hand, the memory report of a known model, and what was
+built and found."""
 
 import argparse
 import dataclasses
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import torch
 
-from activations_cuda import demo
+from activations_cuda import build_info, demo
+from activations_cuda._load import has_gpu
 from activations_cuda.memory import memory_report, require
+from activations_cuda.recipes.scope import IS_AVAILABLE
 
 
 def torchvision_model(name):
@@ -60,6 +63,29 @@ def report(arguments):
         result.plot(arguments.chart)
 
 
+def why_no_gpu(built):
+    """Why the ops don't run on a GPU here; None if they do."""
+    if has_gpu():
+        return None
+    if torch.version.cuda is None:
+        return "this torch is a build for the CPU"
+    if built["cuda"] is None:
+        return "activations_cuda was built for the CPU: build it with CUDA_HOME set, or FORCE_CUDA=1 to see what is missing"
+    return "torch finds no GPU"
+
+
+def info():
+    built = build_info()
+    found = {"torch here": torch.__version__, "Python": sys.version.split()[0]}
+    for i in range(torch.cuda.device_count() if has_gpu() else 0):
+        found[f"GPU {i}"] = "{}, {}.{}".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i))
+    found["on a GPU"] = why_no_gpu(built) or "yes"
+    found["recompute()"] = "yes" if IS_AVAILABLE else "needs torch 2.11 or newer"
+    rows = {**{f"built: {key}" if key in ("torch", "cuda") else key: value for key, value in built.items()}, **found}
+    for key, value in rows.items():
+        print(f"{key:<14}{(', '.join(value) or None) if isinstance(value, list) else value}")
+
+
 def positive(text):
     number = int(text)
     if number < 1:
@@ -81,7 +107,10 @@ def main(argv=None):
     command.add_argument("--recompute", action="store_true", help="report what is saved within recompute() too")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file too")
     command.add_argument("--chart", type=Path, metavar="FILE", help="draw a bar chart into this file, e.g. a PNG or SVG")
+    commands.add_parser("info", help="versions, devices, and why the ops don't run on a GPU").set_defaults(info=True)
     arguments = parser.parse_args(argv)
+    if "info" in arguments:
+        return info()
     if "model" not in arguments:
         return demo.main()
     try:

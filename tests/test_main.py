@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import activations_cuda
+import activations_cuda.__main__ as command
 import activations_cuda.demo as main
 
 
@@ -40,3 +42,15 @@ def test_a_difference_is_shown_and_fails(small, monkeypatch, capsys):
         main.main()
     assert raised.value.code not in (0, None)
     assert " NO " in capsys.readouterr().out
+
+
+def test_info(monkeypatch, capsys):
+    command.main(["info"])
+    lines = dict(
+        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if not line.startswith(("GPU", "built"))
+    )
+    assert lines["version"] == activations_cuda.__version__
+    monkeypatch.setattr(command, "has_gpu", lambda: False)
+    for cuda, built, reason in (None, None, "for the CPU"), ("13.0", None, "FORCE_CUDA=1"), ("13.0", "13.0", "finds no GPU"):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert reason in command.why_no_gpu({"cuda": built})
