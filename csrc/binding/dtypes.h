@@ -14,6 +14,10 @@ inline bool kernels_take(at::ScalarType dtype) {
   return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
+inline bool is_half(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
 template <class scalar_t>
 constexpr Dtype dtype_of = std::is_same_v<scalar_t, double>     ? Dtype::float64
                            : std::is_same_v<scalar_t, float>    ? Dtype::float32

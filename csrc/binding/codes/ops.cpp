@@ -11,6 +11,7 @@
 #include "../../codes/code.h"
 #include "../bits/autograd.h"
 #include "../dispatch.h"
+#include "../dtypes.h"
 #include "../family.h"
 #include "../find.h"
 #include "../older_torch.h"
@@ -24,10 +25,6 @@ namespace {
 
 using at::OptionalSymIntArrayRef;
 using OutputAndCode = std::tuple<Tensor, Tensor>;
-
-bool has_16_bits(const Tensor& self) {
-  return self.scalar_type() == at::kBFloat16 || self.scalar_type() == at::kHalf;
-}
 
 void check_known(const Tables* tables, const std::string& op, const Tensor& self) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -48,7 +45,7 @@ struct SmoothImplementation {
   static const Tables* tables(const Tensor& self, Parameters... parameters) {
     const bool has_kernels = self.is_cpu() || kHasCuda;
     const Smooth* activation = Op::activation(parameters...);
-    return activation && has_kernels && has_16_bits(self) && is_plain(self) ? tables_for(*activation, self) : nullptr;
+    return activation && has_kernels && is_half(self.scalar_type()) && is_plain(self) ? tables_for(*activation, self) : nullptr;
   }
 
   // Without a code.
@@ -76,7 +73,7 @@ struct SmoothImplementation {
 
   static Tensor autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
     const Smooth* activation = Op::activation(parameters...);
-    if (!has_16_bits(self) || !is_plain(self) || !activation) {
+    if (!is_half(self.scalar_type()) || !is_plain(self) || !activation) {
       return Op::pytorch(self, parameters...);
     }
     if (recipes::saves_input(self)) {
@@ -102,7 +99,7 @@ struct SmoothImplementation {
   }
 
   static Tensor& autograd_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
-    if (!has_16_bits(self) || !is_plain(self) || !Op::activation(parameters...)) {
+    if (!is_half(self.scalar_type()) || !is_plain(self) || !Op::activation(parameters...)) {
       return Op::pytorch_inplace(self, parameters...);
     }
     const Smooth& activation = *Op::activation(parameters...);
@@ -171,7 +168,7 @@ struct SmoothImplementation {
 
   static void check_with_code(const Tensor& self, Parameters... parameters) {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        has_16_bits(self), Op::name, "_with_code: expected a float16 or bfloat16 tensor, got ", self.scalar_type());
+        is_half(self.scalar_type()), Op::name, "_with_code: expected a float16 or bfloat16 tensor, got ", self.scalar_type());
     TORCH_CHECK_VALUE(
         Op::activation(parameters...), Op::name, "_with_code: expected parameters that PyTorch's op takes, got ",
         c10::str(parameters...));
@@ -189,7 +186,7 @@ void check_code(
     const Smooth& activation, const Tensor& grad, const Tensor& output, const Tensor& code,
     OptionalSymIntArrayRef input_strides) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      has_16_bits(output), "code_backward: expected a float16 or bfloat16 output, got ", output.scalar_type());
+      is_half(output.scalar_type()), "code_backward: expected a float16 or bfloat16 output, got ", output.scalar_type());
   TORCH_CHECK(
       grad.scalar_type() == output.scalar_type() && grad.device() == output.device() && grad.sym_sizes() == output.sym_sizes(),
       "code_backward: expected grad of the output's dtype, device and shape, got ", grad.scalar_type(), " on ", grad.device(),

@@ -14,6 +14,7 @@
 #include "../../recipes/program.h"
 #include "../devices.h"
 #include "../dispatch.h"
+#include "../dtypes.h"
 #include "../older_torch.h"
 #include "../strides.h"
 
@@ -74,10 +75,6 @@ FormulaReference reference_of(py::handle given) {
   reference.place = place == "channels" ? Place::channels : place == "groups" ? Place::groups : Place::broadcast;
   reference.number = py::cast<float>(fields[2]);
   return reference;
-}
-
-bool is_half(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
 bool is_float(at::ScalarType dtype) {

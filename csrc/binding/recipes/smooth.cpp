@@ -13,6 +13,7 @@
 #include "../codes/autograd.h"
 #include "../codes/tables.h"
 #include "../dispatch.h"
+#include "../dtypes.h"
 #include "fusion.h"
 #include "hook.h"
 #include "value.h"
@@ -86,7 +87,8 @@ struct SmoothBackward : Node {
 
   // Null where that can't be, or is for PyTorch's op.
   std::optional<at::Tensor> through_recipe(const at::Tensor& grad) {
-    const Tables* tables = grad.is_cuda() && is_plain(grad) && is_half(grad) ? tables_for(activation_, grad) : nullptr;
+    const Tables* tables =
+        grad.is_cuda() && is_plain(grad) && is_half(grad.scalar_type()) ? tables_for(activation_, grad) : nullptr;
     if (!tables) {
       return std::nullopt;
     }
@@ -95,10 +97,6 @@ struct SmoothBackward : Node {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const py::object input = value_behind(fields_.input);
     return input && value_of(input).is_recipe() ? compute_gradient(value_of(input), grad, tables->derivative) : std::nullopt;
-  }
-
-  static bool is_half(const at::Tensor& tensor) {
-    return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
   }
 
   const Smooth& activation_;

@@ -1,7 +1,5 @@
 #include "value.h"
 
-#include "fusion.h"
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -19,6 +17,9 @@
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+
+#include "../dtypes.h"
+#include "fusion.h"
 
 namespace fastact::recipes {
 
@@ -120,10 +121,6 @@ struct Formulas {
 };
 
 Formulas* formulas = nullptr;
-
-bool is_half(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16;
-}
 
 // The half type that all elements of a float32 recipe came from, by movements alone, or undefined.
 at::ScalarType origin_of(const Value& value) {
