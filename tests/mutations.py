@@ -212,14 +212,14 @@ RECOMPUTE = [
         "computed under autocast", VALUE, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"
     ),
     Mutant("a value of another version", VALUE, "version == static_cast<int64_t>(tensor._version()) &&", ""),
-    Mutant("an operand that was written to", HOOK, "} else if (!value_of(value).is_current() || (", "} else if (("),
+    Mutant("an operand that was written to", HOOK, "!value_of(value).is_current() || is_private", "is_private"),
     Mutant(
         "any hook is a scope's",
         HOOK,
         "second.ptr(getPyInterpreter()) == unpack_hook().ptr();",
         "second.ptr(getPyInterpreter());",
     ),
-    Mutant("what is overwritten is kept", HOOK, "return keep(tensor.clone(), value_of(value).source, outer);", "return value;"),
+    Mutant("what is overwritten is kept", HOOK, "keep(tensor.clone(), value_of(value).source, outer);", "value;"),
     Mutant(
         "a recipe of what is overwritten", HOOK, "value_of(value).is_recipe() && !is_written", "value_of(value).is_recipe()"
     ),
