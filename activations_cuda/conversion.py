@@ -162,10 +162,11 @@ def convert(
         names = {_originals.get(module, module): functions for module, functions in names.items()}
         are_candidates = bool(found.calls)
     else:
+        kinds = named or (*BY_DEFAULT, *(SMOOTH if recompute else ()))
         names = {
             module: frozenset([FUNCTIONS[type(module)]])
             for module in model.modules()
-            if type(module) in (named or (BY_DEFAULT if not recompute else (*BY_DEFAULT, *SMOOTH)))
+            if type(module) in kinds
             and calls_its_class(module)
             and not is_patched(FUNCTIONS[type(module)])
             and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))

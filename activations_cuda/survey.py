@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -304,17 +305,12 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
             run(copier, *copier((model, args, kwargs)))
 
 
-class _NoProgress:
-    def update(self):
-        pass
-
-
 def _progress(total):
     """A bar, where tqdm is there, that shows up if the pass takes long."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:
-        return nullcontext(_NoProgress())
+        return nullcontext(SimpleNamespace(update=lambda: None))
     return tqdm(total=total, unit=" modules", delay=LONG, leave=False)
 
 
@@ -371,6 +367,7 @@ class Survey:
         units = {unit for call in self.calls if (unit := self._unit(call))}
         self.recomputed = {unit for unit in units if recompute and _C.family[unit[1]].saves_output}
         self.chosen = self._choose(units - self.recomputed)
+        self.converted = self.chosen | self.recomputed
 
     def _watch(self, copier, model, args, kwargs):
         """Runs a copy's forward pass and records who saves what."""
@@ -414,7 +411,7 @@ class Survey:
         """The functions of PyTorch's that each module is to have replaced."""
         names = defaultdict(set)
         for call in self.calls:
-            if not call.is_ours and self._unit(call) in self.chosen | self.recomputed:
+            if not call.is_ours and self._unit(call) in self.converted:
                 names[call.module].add(call.function)
         return {module: frozenset(functions) for module, functions in names.items()}
 
@@ -462,8 +459,7 @@ class Survey:
             for function in functions:
                 unit = module, function
                 reason = self._reason(unit, calls[unit], gains)
-                is_converted = unit in self.chosen | self.recomputed
-                result.append(Decision(name, original.__name__, function, is_converted, reason))
+                result.append(Decision(name, original.__name__, function, unit in self.converted, reason))
         return tuple(result)
 
     def _reason(self, unit, calls, gains):

@@ -154,33 +154,37 @@ def test_figures_of_approximations():
         assert f"| `{op}` | {' | '.join(f'{error:.1%}' for error in of_schemes)} |" in FEW_BITS
 
 
+def gib(row):
+    return f"{row['before_gib']:.2f} | {row['after_gib']:.2f}"
+
+
+def changes(row, *names):
+    return " | ".join(f"{row[name] - 1:+.1%}" for name in names)
+
+
 @FROM_SOURCE
 def test_figures_of_recompute():
     rows = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-recompute.json").read_text())["rows"]
     expected = [
-        f"| {row['model'].replace(' float32', '')} | {row['batch']} | {row['dtype']} | {row['before_gib']:.2f} | "
-        f"{row['after_gib']:.2f} | {row['memory'] - 1:+.1%} | {row['kernels'] - 1:+.1%} | {row['time'] - 1:+.1%} |"
+        f"| {row['model'].replace(' float32', '')} | {row['batch']} | {row['dtype']} | {gib(row)} | "
+        f"{changes(row, 'memory', 'kernels', 'time')} |"
         for row in rows
     ]
     assert re.findall(r"^\| .+% \|$", read("docs/recompute.md"), re.MULTILINE) == expected
     assert all(row[f"{what}_equal"] for row in rows for what in ("losses", "weights", "recipes"))
     least, *_, most = sorted(1 - row["memory"] for row in rows if row["dtype"] == "bfloat16" and "," not in row["model"])
     assert f"in {least:.0%}".rstrip("%") + f" to {most:.0%} less memory" in README
-    of_readme = re.findall(r"^\| (.+) \| (\d+) \| (.+) \| (.+) \| (-.+%) \| (.+%) \| (.+%) \|$", README, re.MULTILINE)
-    named = {row["model"]: row for row in rows}
-    assert len(of_readme) == 8 and f"has all {len(rows)} rows" in README
-    for model, batch, before, after, *changes in of_readme:
-        row = named[model]
-        assert [batch, before, after] == [str(row["batch"]), f"{row['before_gib']:.2f}", f"{row['after_gib']:.2f}"]
-        assert changes == [f"{row[what] - 1:+.1%}" for what in ("memory", "kernels", "time")]
+    of_readme = re.findall(r"^\| .+ \| \d+ \| .+% \|$", README, re.MULTILINE)
+    lines = {f"| {row['model']} | {row['batch']} | {gib(row)} | {changes(row, 'memory', 'kernels', 'time')} |" for row in rows}
+    assert len(of_readme) == 8 and set(of_readme) <= lines and f"has all {len(rows)} rows" in README
 
 
 @FROM_SOURCE
 def test_figures_of_frameworks():
     rows = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-x2-distributed.json").read_text())["rows"]
     expected = [
-        f"| {row['model']} | {row['mode'].removesuffix(', recompute')} | {row['batch']} | {row['before_gib']:.2f} | "
-        f"{row['after_gib']:.2f} | {row['memory'] - 1:+.1%} | {row['time'] - 1:+.1%} |"
+        f"| {row['model']} | {row['mode'].removesuffix(', recompute')} | {row['batch']} | {gib(row)} | "
+        f"{changes(row, 'memory', 'time')} |"
         for row in rows
     ]
     assert re.findall(r"^\| .+% \|$", read("docs/frameworks.md"), re.MULTILINE) == expected

@@ -28,11 +28,6 @@ def numbers(shape, device, dtype=torch.float32):
     return x.to(dtype)
 
 
-def is_same(a, b):
-    """To the bit, but for the payloads of NaNs."""
-    return is_identical(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
-
-
 def fused(formula, operands, arguments, like):
     return _C.recipes.fused(_C.recipes.recipe(like, formula, operands, arguments))
 
@@ -65,23 +60,28 @@ def operands_of(formula, x):
     return others.get(formula, ((), ()))
 
 
+def case(formula, dtype, shape, layout, device):
+    """A formula's input, what else it is given, its arguments and its output."""
+    torch.manual_seed(0)
+    x = numbers(shape, device, dtype).contiguous(memory_format=layout)
+    operands, arguments = operands_of(formula, x)
+    try:
+        return x, operands, arguments, formula(x, *operands, *arguments)
+    except (RuntimeError, TypeError) as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("formula", [f for f in programs.PROGRAMS if f is not rules.scaled], ids=lambda f: f.__name__)
 def test_program(formula, dtype, shape, layout, device):
-    torch.manual_seed(0)
-    x = numbers(shape, device, dtype).contiguous(memory_format=layout)
-    operands, arguments = operands_of(formula, x)
-    try:
-        expected = formula(x, *operands, *arguments)
-    except (RuntimeError, TypeError) as error:
-        pytest.skip(str(error))
+    x, operands, arguments, expected = case(formula, dtype, shape, layout, device)
     found = fused(formula, (x, *operands), arguments, expected)
     if found is None:
         assert device == "cpu" and formula is _C.silu  # whose exponential has other bits in vectors
     elif not (device == "cpu" and formula in (norms._batch_norm_affine, norms._batch_norm_scaled)):  # may not be contracted
-        assert is_same(found, expected) and found.stride() == expected.stride()
+        assert is_identical(found, expected) and found.stride() == expected.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -97,7 +97,7 @@ def test_table(formula, dtype, device):
     if found is None:
         assert device == "cpu"
     else:
-        assert is_same(found, expected)
+        assert is_identical(found, expected)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
@@ -106,15 +106,9 @@ def test_table(formula, dtype, device):
 @pytest.mark.parametrize("formula", [*norms.NATIVE, norms._group_norm_affine, rules.same], ids=lambda f: f.__name__)
 def test_gradient(formula, dtype, shape, layout, device):
     """Through a recipe of a function's input: the gradient times two factors, one after the other."""
-    torch.manual_seed(0)
-    x = numbers(shape, device, dtype).contiguous(memory_format=layout)
-    operands, arguments = operands_of(formula, x)
-    try:
-        z = formula(x, *operands, *arguments)
-    except (RuntimeError, TypeError) as error:
-        pytest.skip(str(error))
+    x, operands, arguments, z = case(formula, dtype, shape, layout, device)
     recipe = _C.recipes.recipe(z, formula, (x, *operands), arguments)
-    if formula in programs.PROGRAMS and not is_same(_C.recipes.fused(recipe), z):
+    if formula in programs.PROGRAMS and not is_identical(_C.recipes.fused(recipe), z):
         pytest.skip("not contracted on a CPU")
     derivative = torch.randn(2**16, 2, device=device)
     derivative[::7, 0] = -0.0  # selects
@@ -128,7 +122,7 @@ def test_gradient(formula, dtype, shape, layout, device):
         if found is None:
             assert stride != z.stride() or formula not in programs.PROGRAMS
         else:
-            assert is_same(found, expected) and found.stride() == stride
+            assert is_identical(found, expected) and found.stride() == stride
     assert _C.recipes.gradient(recipe, grad.float(), derivative) is None
     kept = _C.recipes.recipe(z, torch.Tensor.as_strided, (z,), (z.shape, z.stride()))
     assert _C.recipes.gradient(kept, numbers(shape, device, dtype), derivative) is None  # nothing is computed for it

@@ -91,32 +91,25 @@ def is_identical(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    if torch.equal(a.view(integer), b.view(integer)):
-        return True
-    return bool(((a.view(integer) == b.view(integer)) | (a.isnan() & b.isnan())).all())
+    bits = a.view(integer), b.view(integer)
+    return torch.equal(*bits) or bool(((bits[0] == bits[1]) | (a.isnan() & b.isnan())).all())
 
 
-@dataclass
-class Verified:
+class _Verified(threading.local):
     """How many recipes this thread has verified since it was last reported, and in how many seconds."""
 
-    count: int = 0
-    seconds: float = 0.0
+    count = 0
+    seconds = 0.0
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.verified = Verified()
-
-
-_of_thread = _OfThread()
+_verified = _Verified()
 
 
 def report() -> None:
     """Log what first uses have cost, if there were any."""
-    verified, _of_thread.verified = _of_thread.verified, Verified()
-    if verified.count:
-        log.info("recompute: verified %d recipes at their first use, in %.1f s", verified.count, verified.seconds)
+    if _verified.count:
+        log.info("recompute: verified %d recipes at their first use, in %.1f s", _verified.count, _verified.seconds)
+        _verified.count, _verified.seconds = 0, 0.0
 
 
 def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], tensor: Tensor) -> bool:
@@ -126,12 +119,14 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
     start = time.perf_counter()
     try:
         return _verify(recipe, untried, tensor)
+    except torch.OutOfMemoryError:
+        return False  # at its next use there may be room
     except RuntimeError as error:  # a formula that isn't for this device or dtype
         log.debug("recompute: %s: %s", recipe.source, error)
         return _refuse(recipe, tensor)
     finally:
-        _of_thread.verified.count += len(untried)
-        _of_thread.verified.seconds += time.perf_counter() - start
+        _verified.count += len(untried)
+        _verified.seconds += time.perf_counter() - start
 
 
 def _verify(recipe, untried, tensor):

@@ -128,7 +128,7 @@ const std::type_info& code_node_type() {
   return typeid(CodeBackward);
 }
 
-bool saves_code(const at::Tensor& self) {
+bool needs_gradient_alone(const at::Tensor& self) {
   return torch::autograd::compute_requires_grad(self) && !self._fw_grad(/*level=*/0).defined();
 }
 

@@ -9,8 +9,8 @@
 
 namespace fastact {
 
-// Whether kernels may save a code in the place of the input: a gradient in reverse mode is wanted, and none in forward mode.
-bool saves_code(const at::Tensor& self);
+// Whether a gradient in reverse mode is wanted, and none in forward mode, which would need the input now.
+bool needs_gradient_alone(const at::Tensor& self);
 
 // Makes `output` a differentiable function of `self`.
 void record_code(const Smooth& activation, const at::Tensor& self, at::Tensor& output, const at::Tensor& code);

@@ -15,6 +15,7 @@
 #include "../family.h"
 #include "../find.h"
 #include "../older_torch.h"
+#include "../recipes/hook.h"
 #include "../recipes/smooth.h"
 #include "../strides.h"
 #include "autograd.h"
@@ -76,21 +77,21 @@ struct SmoothImplementation {
     if (!is_half(self.scalar_type()) || !is_plain(self) || !activation) {
       return Op::pytorch(self, parameters...);
     }
-    if (recipes::saves_input(self)) {
-      Tensor output = below_autograd(
+    const auto undifferentiated = [&] {
+      return below_autograd(
           keys, [&](auto) { return value(self, parameters...); },
           [&](DispatchKeySet below) { return redispatch(below, self, parameters...); });
+    };
+    if (!needs_gradient_alone(self)) {
+      return needs_derivative(self) ? Op::pytorch(self, parameters...) : undifferentiated();
+    }
+    if (recipes::is_in_scope()) {
+      Tensor output = undifferentiated();
       recipes::record_input(*activation, origin(parameters...), self, output);
       return output;
     }
-    if (saves_code(self)) {
-      const Tables* of_self = tables(self, parameters...);
-      return of_self ? std::get<0>(recorded(keys, of_self, self, parameters...)) : Op::pytorch(self, parameters...);
-    }
-    return needs_derivative(self) ? Op::pytorch(self, parameters...)
-                                  : below_autograd(
-                                        keys, [&](auto) { return value(self, parameters...); },
-                                        [&](DispatchKeySet below) { return redispatch(below, self, parameters...); });
+    const Tables* of_self = tables(self, parameters...);
+    return of_self ? std::get<0>(recorded(keys, of_self, self, parameters...)) : Op::pytorch(self, parameters...);
   }
 
   static OutputAndCode autograd_with_code(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
@@ -99,26 +100,26 @@ struct SmoothImplementation {
   }
 
   static Tensor& autograd_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
-    if (!is_half(self.scalar_type()) || !is_plain(self) || !Op::activation(parameters...)) {
+    const Smooth* activation = Op::activation(parameters...);
+    if (!is_half(self.scalar_type()) || !is_plain(self) || !activation || !needs_gradient_alone(self)) {
       return Op::pytorch_inplace(self, parameters...);
     }
-    const Smooth& activation = *Op::activation(parameters...);
-    if (recipes::saves_input(self)) {
-      return self.is_non_overlapping_and_dense() ? inplace_with_input(keys, activation, self, parameters...)
+    if (recipes::is_in_scope()) {
+      return self.is_non_overlapping_and_dense() ? inplace_with_input(keys, *activation, self, parameters...)
                                                  : Op::pytorch_inplace(self, parameters...);
     }
-    if (!saves_code(self) || !tables(self, parameters...)) {
+    if (!tables(self, parameters...)) {
       return Op::pytorch_inplace(self, parameters...);
     }
     check_inplace(self);
     const auto [ordered, code] = below_autograd(
-        keys, [&](auto) { return encode_inplace(activation, check_tables(self, parameters...), self); },
+        keys, [&](auto) { return encode_inplace(*activation, check_tables(self, parameters...), self); },
         [&](DispatchKeySet below) {
           auto result = redispatch_with_code(below, self, parameters...);
           self.copy_(std::get<0>(result));
           return result;
         });
-    record_code_inplace(activation, self, ordered, code);
+    record_code_inplace(*activation, self, ordered, code);
     return self;
   }
 

@@ -337,7 +337,7 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
     recipe.depth = std::max(recipe.depth, value.depth + 1);
     if (!value.is_recipe()) {
       add_root(each);
-      recipe.max_writes = std::max<int>(recipe.max_writes, value.is_before_write);
+      recipe.max_writes = std::max(recipe.max_writes, value.max_writes);
       continue;
     }
     std::for_each(value.roots.begin(), value.roots.end(), add_root);
@@ -559,7 +559,7 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
   }
   const at::NoGradGuard no_grad;
   py::object copy = keep(tensor.clone(), value_of(value).source, outer);
-  value_of(copy).is_before_write = true;
+  value_of(copy).max_writes = 1;  // what follows from it may have been written once, by this op
   note(copy, tensor.grad_fn(), static_cast<uint32_t>(tensor.output_nr()));
   return copy;
 }

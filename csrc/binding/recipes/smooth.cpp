@@ -106,10 +106,6 @@ struct SmoothBackward : Node {
 
 }  // namespace
 
-bool saves_input(const at::Tensor& self) {
-  return is_in_scope() && torch::autograd::compute_requires_grad(self) && !self._fw_grad(/*level=*/0).defined();
-}
-
 void record_input(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self, at::Tensor& output) {
   torch::autograd::set_history(
       output, adopt(new SmoothBackward(activation, std::move(origin), self, SavedVariable(self, /*is_output=*/false))));

@@ -20,9 +20,6 @@ struct SmoothOrigin {
   std::vector<std::string> parameters;
 };
 
-// Whether this is a scope in which a gradient in reverse mode is wanted, and none in forward mode.
-bool saves_input(const at::Tensor& self);
-
 // Makes `output` a differentiable function of `self`.
 void record_input(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self, at::Tensor& output);
 

@@ -318,12 +318,9 @@ at::Tensor Value::compute(bool* is_temporary) {
     }
     return *std::move(fused);
   }
-  if (is_cast_back(*this)) {
-    const at::Tensor tensor = in_origin(value_of(operands[0]));
-    return has_strides ? in_strides(tensor, strides) : tensor;
-  }
-  if (origin_of(*this) != at::ScalarType::Undefined && !formula.is(formulas->cast)) {
-    const at::Tensor tensor = in_origin(*this).to(at::kFloat);
+  const bool is_back = is_cast_back(*this);
+  if (is_back || (!formula.is(formulas->cast) && origin_of(*this) != at::ScalarType::Undefined)) {
+    const at::Tensor tensor = is_back ? in_origin(value_of(operands[0])) : in_origin(*this).to(at::kFloat);
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
   PyObject* called = formula.ptr();

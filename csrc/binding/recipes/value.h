@@ -70,9 +70,8 @@ struct Value {
   at::Tensor held;
   py::object held_outside, unpack_outside;
   int64_t stream = 0;
-  bool is_before_write = false;  // a copy of what an op then wrote to
-  bool is_private = false;       // a parameter that only what saved it may read
-  py::object copy;               // of it for others, or null
+  bool is_private = false;  // a parameter that only what saved it may read
+  py::object copy;          // of it for others, or null
 
   // What a recipe is: formula(*operands, *arguments). Operands are values, numbers or None.
   py::object formula, arguments;

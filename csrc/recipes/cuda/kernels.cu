@@ -517,8 +517,7 @@ template <Layout layout>
 using Multiply = StepOf<Code::multiply, layout>;
 
 // A normalisation, and what follows it: nothing, ReLU, SiLU or its gradient, a residual, or another normalisation of the same
-// kind as one.
-// `dims` are its own.
+// kind as one. `dims` are its own.
 template <class T, int n, int dims, class Norm>
 bool start_norm(Launch& launch, cudaStream_t stream) {
   using Silu = StepOf<Code::silu>;
