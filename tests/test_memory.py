@@ -266,6 +266,12 @@ def test_report_of_the_scope(name, autocast):
     assert memory_report(model, x).recompute is None
 
 
+def requested_bytes():
+    """Of the allocator, whose blocks may be larger."""
+    torch.cuda.synchronize()
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["mobilenet", "resnet", "unet", "efficientnet", "diffusion", "vit"])
 def test_report_of_the_scope_is_what_the_allocator_counts(name):
@@ -276,10 +282,8 @@ def test_report_of_the_scope_is_what_the_allocator_counts(name):
     activations_cuda.convert(model, x, recompute=True)
     for _ in range(2):
         model(x).sum().backward()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested_bytes()
     output = model(x)
-    torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before + x.nbytes
+    kept = requested_bytes() - before + x.nbytes
     del output
-    assert abs(report.recompute / kept - 1) < 0.03  # which rounds small tensors up
+    assert abs(report.recompute / kept - 1) < 0.01
