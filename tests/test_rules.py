@@ -78,6 +78,7 @@ OPS = {
     "clone": torch.clone,
     "contiguous": lambda x: x.transpose(1, -1).contiguous(),
     "cat": lambda x: torch.cat([x, x.flip(0)], 1),
+    "cat_with_nothing": lambda x: torch.cat([x.new_empty(2, 0, 4, 4), x, x.new_empty(0)], -3),
     "stack": lambda x: torch.stack([x, x], 1),
     "pad": lambda x: F.pad(x, (0, 1, 2, 0), value=0.25),
     "pad_3d": lambda x: F.pad(x[None], (1, 1, 0, 2, 1, 0), value=0.25),
@@ -218,6 +219,16 @@ def test_movements_of_both_half_types(device):
     assert torch.equal(recipes["ToCopyBackward0"].compute(), both.half())
     assert torch.equal(recipes["FlipBackward0"].compute(), both)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss, (x, y)))
+
+
+@pytest.mark.parametrize("join", [lambda x, y: torch.cat([x, y], 1), lambda x, y: torch.stack([x, y], 1)], ids=["cat", "stack"])
+def test_joined_with_what_is_unknown(join, device):
+    x, constant = torch.randn(2, 8, device=device, requires_grad=True), torch.randn(2, 8, device=device)
+    with Scope() as scope:
+        loss = Keep.apply(join(constant, x.exp())).sum()
+    assert not any(value.is_recipe and value.source in ("CatBackward0", "StackBackward0") for value in scope.values())
+    (expected,) = torch.autograd.grad(Keep.apply(join(constant, x.exp())).sum(), x)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
 def test_every_rule_is_tried():

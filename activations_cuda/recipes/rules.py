@@ -45,9 +45,8 @@ def one_of(formula: Callable[..., Any], *arguments: str) -> Callable[[Step], Res
     return lambda step: (output, (step.operand(0),), (step.number, *step.arguments(*arguments)))
 
 
-def joined(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
-    """The rule of an op of any number of tensors and a dimension."""
-    return lambda step: (formula, tuple(map(step.operand, range(len(step.node.next_functions)))), step.arguments("dim"))
+def _joined(step):
+    return [step.operand(i) for i in range(len(step.node.next_functions))]
 
 
 def indexed(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
@@ -58,8 +57,24 @@ def cat(*tensors_and_dim):
     return torch.cat(tensors_and_dim[:-1], tensors_and_dim[-1])
 
 
+def concatenated(step: Step) -> Result:
+    """Of what isn't known nothing may be there: a cache is empty at first."""
+    (dim,) = step.arguments("dim")
+    operands = [operand for operand in _joined(step) if operand is not None]
+    if sum(operand.sizes[dim] for operand in operands) != step.shape[dim]:
+        raise Underivable
+    return cat, tuple(operands), (dim,)
+
+
 def stack(*tensors_and_dim):
     return torch.stack(tensors_and_dim[:-1], tensors_and_dim[-1])
+
+
+def stacked(step: Step) -> Result:
+    operands = _joined(step)
+    if None in operands:
+        raise Underivable
+    return stack, tuple(operands), step.arguments("dim")
 
 
 def same(input: Tensor) -> Tensor:
@@ -282,8 +297,8 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "ToCopyBackward0": Op(torch.Tensor.to, (None,), (DTYPE,), otherwise=narrowed),
     "CloneBackward0": unsaved(same),
     "AliasBackward0": unsaved(same),
-    "CatBackward0": joined(cat),
-    "StackBackward0": joined(stack),
+    "CatBackward0": concatenated,
+    "StackBackward0": stacked,
     "ConstantPadNdBackward0": constant_pad,
     "ReflectionPad1DBackward0": op(aten.reflection_pad1d, "padding"),
     "ReflectionPad2DBackward0": op(aten.reflection_pad2d, "padding"),
