@@ -78,7 +78,7 @@ class _Call:
     module: nn.Module
     function: str
     bits: int | None  # how many bytes of bits it would save if converted; None if the kernels don't take its arguments
-    has_16_bits: bool
+    dtype: torch.dtype  # of its input
     convertible: bool  # where conversion reaches it
     is_ours: bool  # the model's own code calls this package's function
     saves: bool = False
@@ -176,7 +176,7 @@ class _Watch(TorchFunctionMode):
             function = FUNCTIONS.get(original_of(type(module)), function)  # ReLU6 calls hardtanh
         convertible = is_ours or (frame is not None and frame.f_code is MODULE_CALL and can_convert(module))
         input = args[0] if args else kwargs["input"]
-        return _Call(module, function, bits, input.dtype.itemsize == 2, convertible, is_ours)
+        return _Call(module, function, bits, input.dtype, convertible, is_ours)
 
     def _note_overwritten(self, input):
         storage = StorageWeakRef(input.untyped_storage())
@@ -363,6 +363,7 @@ class Survey:
         model = unwrapped(model)
         self.names = {module: name for name, module in model.named_modules()}
         self.considered = names
+        self.recomputes = recompute
         run_copy(model, args, kwargs, self._watch)
         units = {unit for call in self.calls if (unit := self._unit(call))}
         self.recomputed = {unit for unit in units if recompute and _C.family[unit[1]].saves_output}
@@ -397,7 +398,9 @@ class Survey:
     def _unit(self, call):
         """All calls of one function in one module are converted together."""
         is_meant = call.is_ours or (call.convertible and call.function in self.considered)
-        return (call.module, call.function) if is_meant and call.bits is not None else None
+        # In a scope a smooth activation needs no code, and so no half type.
+        is_recorded = self.recomputes and call.dtype is torch.float32 and _C.family[call.function].saves_output
+        return (call.module, call.function) if is_meant and (is_recorded or call.bits is not None) else None
 
     def _choose(self, chosen):
         """The units whose conversion lowers what is saved: all, less those that gain nothing, until every one gains."""
@@ -476,7 +479,7 @@ class Survey:
         if not any(call.convertible for call in calls):
             return "called where it can't be replaced"
         if not any(map(self._unit, calls)):
-            if _C.family[unit[1]].saves_output and not any(call.has_16_bits for call in calls):
+            if _C.family[unit[1]].saves_output and not any(call.dtype.itemsize == 2 for call in calls):
                 return "saves less in bfloat16 and float16 only: call convert under torch.autocast"
             return "only PyTorch's op takes these arguments"
         if any(call.is_overwritten for call in calls):

@@ -99,6 +99,7 @@ FORMS = {
     "SwiGLU": (lambda: numbers(ELEMENTS // 5632, 5632), swiglu, 6),
     "dropout": (lambda: numbers(ELEMENTS // 1024, 1024), dropout, 4.125),
     "gradient of SiLU after batch norm": (lambda: images(96), batch_norm, 6),
+    "gradient of SiLU in float32": (lambda: images(96).float(), batch_norm, 12),
     "interpreted: norm, product, ReLU6": (
         lambda: images(96),
         lambda x: relu6(x, recipe(x, torch.mul, relu6(x, batch_norm(x)), 0.5)),
@@ -113,12 +114,13 @@ def measure(name):
     x = make()
     value = chain(x)
     if name.startswith("gradient"):
-        grad, derivative = torch.randn_like(x), numbers(2**16, 2, dtype=torch.float32)
-        run = lambda: _C.recipes.gradient(value, grad, derivative)  # noqa: E731
+        grad = torch.randn_like(x)
+        how = "silu_gradient" if x.dtype == torch.float32 else numbers(2**16, 2, dtype=torch.float32)  # factors
+        run = lambda: _C.recipes.gradient(value, grad, how)  # noqa: E731
     else:
         run = lambda: _C.recipes.fused(value)  # noqa: E731
     assert run() is not None
-    source, target = (torch.empty(int(x.numel() * bytes / 2), device="cuda", dtype=torch.uint8) for _ in range(2))
+    source, target = (torch.empty(int(x.numel() * bytes) // 2, device="cuda", dtype=torch.uint8) for _ in range(2))
     time, copy = alternate(StepClock(rounds=15), run, lambda: target.copy_(source))
     return {
         "form": name,

@@ -1325,14 +1325,18 @@ def test_recompute_exports_compiles_and_saves_as_before(tmp_path):
 def test_recompute_converts_smooth_activations():
     """All: they save their input then, and in place no copy of it, which costs nothing anywhere."""
     layers = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.ReLU6(), nn.BatchNorm1d(8), nn.SiLU(True), nn.Linear(8, 8)
-    for dtype, kind in (torch.bfloat16, activations_cuda.GELU), (torch.float32, nn.GELU):
+    for dtype, kind in (
+        (torch.bfloat16, activations_cuda.GELU),
+        (torch.float32, activations_cuda.GELU),
+        (torch.float64, nn.GELU),
+    ):
         model, x = nn.Sequential(*copy.deepcopy(layers)).to(dtype), torch.randn(64, 8, dtype=dtype)
         activations_cuda.convert(model, x, recompute=True)
         assert type(model[1]) is kind and type(model[3]) is activations_cuda.ReLU6
         nodes = []
         model[5].register_forward_hook(lambda module, args, output, nodes=nodes: nodes.append(output.grad_fn.name()))
         model(x)
-        assert nodes == ["SmoothBackward" if dtype is torch.bfloat16 else "SiluBackward0"]
+        assert nodes == ["SiluBackward0" if dtype is torch.float64 else "SmoothBackward"]
         assert type(activations_cuda.convert(nn.Sequential(nn.SiLU()), recompute=True)[0]) is activations_cuda.SiLU
 
 

@@ -61,6 +61,8 @@ PROGRAMS: dict[Callable[..., Tensor], tuple[Step, ...]] = {
     _C.silu: (_step("silu"),),
     rules.add: (_step("add", _operand(1), _argument(0)),),
     torch.mul: (_step("multiply", _operand(1)),),
+    torch.pow: (_step("power", _argument(0)),),  # for the exponents 2 and 3
+    torch.tanh: (_step("tanh"),),
     rules.scaled: (_step("multiply", _operand(1), rounded=True), _step("multiply", _argument(0))),
     torch.Tensor.to: (),
     rules.same: (),

@@ -21,13 +21,16 @@ namespace fastact {
   STEP(stash, 0)            \
   STEP(add, 2)              \
   STEP(multiply, 1)         \
+  STEP(power, 1)            \
   STEP(batch_norm, 4)       \
   STEP(scaled_norm, 4)      \
   STEP(affine_norm, 4)      \
   STEP(group_norm, 4)       \
   STEP(layer_norm, 4)       \
   STEP(clamp, 2)            \
+  STEP(tanh, 0)             \
   STEP(silu, 0)             \
+  STEP(silu_gradient, 1)    \
   STEP(look_up, 1)          \
   STEP(gradient, 2)
 

@@ -67,6 +67,8 @@ FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
     return fma(a, b, x);
   } else if constexpr (code == Code::multiply) {
     return x * a;
+  } else if constexpr (code == Code::power) {
+    return a == 2 ? x * x : x * x * x;
   } else if constexpr (code == Code::batch_norm) {  // ATen's
     return fma(c * (x - a), b, d);
   } else if constexpr (code == Code::scaled_norm) {  // cuDNN's
@@ -81,8 +83,13 @@ FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
     return fma((x - a) * b, c, d);
   } else if constexpr (code == Code::clamp) {
     return clamp(x, a, b);
+  } else if constexpr (code == Code::tanh) {
+    return std::tanh(x);
   } else if constexpr (code == Code::silu) {
     return x / (1.0f + std::exp(-x));
+  } else if constexpr (code == Code::silu_gradient) {  // x becomes the gradient, of which a is the incoming one
+    const float s = 1.0f / (1.0f + std::exp(-x));
+    return a * s * fma(x, 1.0f - s, 1.0f);
   } else {
     return x;
   }

@@ -1,5 +1,5 @@
 // The ops of the smooth activations in the namespace `fastact`: schemas, and which kernel serves which dispatch key.
-// Anything but a plain tensor of a 16-bit dtype goes to PyTorch's own op.
+// Anything but a plain tensor of a 16-bit dtype goes to PyTorch's own op, but for the record of a float32 tensor in a scope.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -74,7 +74,7 @@ struct SmoothImplementation {
 
   static Tensor autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
     const Smooth* activation = Op::activation(parameters...);
-    if (!is_half(self.scalar_type()) || !is_plain(self) || !activation) {
+    if (!activation || !is_recorded(self)) {
       return Op::pytorch(self, parameters...);
     }
     const auto undifferentiated = [&] {
@@ -101,7 +101,7 @@ struct SmoothImplementation {
 
   static Tensor& autograd_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
     const Smooth* activation = Op::activation(parameters...);
-    if (!is_half(self.scalar_type()) || !is_plain(self) || !activation || !needs_gradient_alone(self)) {
+    if (!activation || !is_recorded(self) || !needs_gradient_alone(self)) {
       return Op::pytorch_inplace(self, parameters...);
     }
     if (recipes::is_in_scope()) {
@@ -124,6 +124,12 @@ struct SmoothImplementation {
   }
 
  private:
+  // Whether this package's node can take the place of PyTorch's.
+  static bool is_recorded(const Tensor& self) {
+    const auto dtype = self.scalar_type();
+    return is_plain(self) && (is_half(dtype) || (dtype == at::kFloat && recipes::is_in_scope()));
+  }
+
   static recipes::SmoothOrigin origin(Parameters... parameters) {
     return {Op::name, {std::string(parameters.data(), parameters.size())...}};
   }

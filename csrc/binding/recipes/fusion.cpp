@@ -135,12 +135,13 @@ class Builder {
     return end(recipe, steps.size());
   }
 
-  // Appends what computes the gradient, which the root is.
-  bool append_gradient(Value& input, Value& grad, Value& derivative) {
-    Step step = {Code::gradient, element_of(root_->dtype), {}};
-    return note(root_->dtype) && append_operand(*root_, input) && formulas_ > 0 &&  // else PyTorch's op reads no less
+  // Appends what computes the gradient, which the root is: by a step, and by factors if it is of those.
+  bool append_gradient(Value& input, Value& grad, Code code, Value* factors, bool is_alone) {
+    Step step = {code, element_of(root_->dtype), {}};
+    return note(root_->dtype) && append_operand(*root_, input) &&
+           (formulas_ > 0 || is_alone) &&  // else PyTorch's op reads no less
            add_leaf(*root_, grad, Place::broadcast, &step.reference[0]) &&
-           add_leaf(*root_, derivative, Place::table, &step.reference[1]) && add(step);
+           (!factors || add_leaf(*root_, *factors, Place::table, &step.reference[1])) && add(step);
   }
 
   // Whether one pass of this is better than PyTorch's ops.
@@ -250,13 +251,19 @@ class Builder {
         return false;
       }
     }
+    if (step.code == Code::power && step.reference[0].number != 2 && step.reference[0].number != 3) {
+      return false;
+    }
     return add(step);
   }
 
   // A reference to a number: of the formula, an argument, or an operand that is one or None.
   static bool set_number(const Value& recipe, const FormulaReference& reference, Reference* to) {
+    if (reference.argument >= PyTuple_GET_SIZE(recipe.arguments.ptr())) {
+      return false;
+    }
     PyObject* given = reference.operand >= 0    ? recipe.operands[reference.operand].ptr()
-                      : reference.argument >= 0 ? PyTuple_GetItem(recipe.arguments.ptr(), reference.argument)
+                      : reference.argument >= 0 ? PyTuple_GET_ITEM(recipe.arguments.ptr(), reference.argument)
                                                 : Py_None;
     *to = {Reference::kNumber, reference.number};
     if (given == Py_None) {
@@ -390,7 +397,8 @@ at::DimVector dense_strides(at::IntArrayRef sizes) {
 
 // Whether PyTorch's own op on the CPU may round otherwise, in vectors and beyond them.
 bool is_for_cuda(const Step& step) {
-  return step.code == Code::silu || (step.code == Code::add && step.reference[1].number != 1);
+  return step.code == Code::silu || step.code == Code::silu_gradient || step.code == Code::tanh ||
+         (step.code == Code::add && step.reference[1].number != 1);
 }
 
 void launch(const Program& program, const at::Tensor& output) {
@@ -544,22 +552,40 @@ std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
   return builder.append(recipe) && (is_alone || builder.is_worth_it()) ? builder.run() : std::nullopt;
 }
 
-std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const at::Tensor& derivative) {
-  if (grad.sizes() != input.sizes_of() || grad.scalar_type() != input.dtype_of() || !is_half(grad.scalar_type())) {
+namespace {
+
+std::optional<at::Tensor> compute_gradient(
+    Value& input, const at::Tensor& grad, Code code, const at::Tensor& factors, bool is_alone) {
+  if (grad.sizes() != input.sizes_of() || grad.scalar_type() != input.dtype_of()) {
     return std::nullopt;
   }
   input.check_unwritten();
+  const at::IntArrayRef strides = input.held.defined() ? input.held.strides() : at::IntArrayRef(input.strides);
   Value gradient;
   gradient.dtype = grad.scalar_type();
   gradient.sizes = grad.sizes();
-  gradient.strides = elementwise_strides(grad.sizes(), grad.strides(), input.strides);
+  gradient.strides = elementwise_strides(grad.sizes(), grad.strides(), strides);
   gradient.has_strides = true;
-  if (!agree(grad.sizes(), gradient.strides, input.strides)) {
+  if (!agree(grad.sizes(), gradient.strides, strides)) {
     return std::nullopt;  // elements in two orders: the input, once written, is read faster
   }
-  const py::object incoming = keep(grad, py::none(), py::none()), table = keep(derivative, py::none(), py::none());
+  const py::object incoming = keep(grad, py::none(), py::none());
+  const py::object table = factors.defined() ? keep(factors, py::none(), py::none()) : py::none();
   Builder builder(gradient);
-  return builder.append_gradient(input, value_of(incoming), value_of(table)) ? builder.run() : std::nullopt;
+  const bool is_appended =
+      builder.append_gradient(input, value_of(incoming), code, factors.defined() ? &value_of(table) : nullptr, is_alone);
+  return is_appended ? builder.run() : std::nullopt;
+}
+
+}  // namespace
+
+std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const at::Tensor& factors) {
+  return is_half(grad.scalar_type()) ? compute_gradient(input, grad, Code::gradient, factors, /*is_alone=*/false)
+                                     : std::nullopt;
+}
+
+std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const char* step, bool is_alone) {
+  return grad.scalar_type() == at::kFloat ? compute_gradient(input, grad, code_of(step), {}, is_alone) : std::nullopt;
 }
 
 }  // namespace fastact::recipes

@@ -785,9 +785,12 @@ void add_hook(py::module_& module) {
   module.def("recipe", &recipe_like);
   module.def(
       "fused", [](const py::object& recipe) { return wrapped_or_none(compute_fused(value_of(recipe), /*is_alone=*/true)); });
-  module.def("gradient", [](const py::object& recipe, py::handle grad, py::handle derivative) {
+  module.def("gradient", [](const py::object& recipe, py::handle grad, const std::string& step) {
+    return wrapped_or_none(compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), step.c_str()));
+  });
+  module.def("gradient", [](const py::object& recipe, py::handle grad, py::handle factors) {
     return wrapped_or_none(
-        compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), THPVariable_Unpack(derivative.ptr())));
+        compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), THPVariable_Unpack(factors.ptr())));
   });
   module.def("chosen", [] {
     py::dict result;

@@ -1,17 +1,21 @@
 #include "smooth.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
 
 #include "../codes/autograd.h"
 #include "../codes/tables.h"
+#include "../devices.h"
 #include "../dispatch.h"
 #include "../dtypes.h"
 #include "fusion.h"
@@ -36,6 +40,28 @@ struct SmoothFields {
     visit(self.activation);
   }
 };
+
+// Whether an activation's step for the gradient in float32 gives the bits of PyTorch's op on this device: tried once, with
+// numbers of every magnitude.
+bool fits(const Smooth& activation, c10::Device device) {
+  static std::map<std::pair<const Smooth*, c10::DeviceIndex>, bool> known;  // under the GIL
+  const auto key = std::make_pair(&activation, device.index());
+  if (const auto found = known.find(key); found != known.end()) {
+    return found->second;
+  }
+  if (is_capturing(device)) {
+    return false;  // comparing waits for the device
+  }
+  const at::Tensor some = at::arange(1 << 20, at::dtype(at::kInt).device(device));
+  const at::Tensor input = (some * 4097).view(at::kFloat), grad = (some * 40503).view(at::kFloat);
+  const auto found =
+      compute_gradient(value_of(keep(input, py::none(), py::none())), grad, activation.gradient_step, /*is_alone=*/true);
+  const at::Tensor expected = activation.backward(grad, input);
+  const auto is_same = [&] {
+    return found->view(at::kInt).eq(expected.view(at::kInt)).logical_or(found->isnan().logical_and(expected.isnan())).all();
+  };
+  return known[key] = found && is_same().item<bool>();
+}
 
 struct SmoothBackward : Node {
   SmoothBackward(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self, SavedVariable input)
@@ -87,16 +113,22 @@ struct SmoothBackward : Node {
 
   // Null where that can't be, or is for PyTorch's op.
   std::optional<at::Tensor> through_recipe(const at::Tensor& grad) {
-    const Tables* tables =
-        grad.is_cuda() && is_plain(grad) && is_half(grad.scalar_type()) ? tables_for(activation_, grad) : nullptr;
-    if (!tables) {
+    const auto dtype = grad.scalar_type();
+    if (!grad.is_cuda() || !is_plain(grad) || (dtype == at::kFloat ? !activation_.gradient_step : !is_half(dtype))) {
       return std::nullopt;
     }
+    const Tables* tables = is_half(dtype) ? tables_for(activation_, grad) : nullptr;
     const std::lock_guard<std::mutex> lock(mutex_);
     const py::gil_scoped_acquire gil;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const py::object input = value_behind(fields_.input);
-    return input && value_of(input).is_recipe() ? compute_gradient(value_of(input), grad, tables->derivative) : std::nullopt;
+    if (!input || !value_of(input).is_recipe()) {
+      return std::nullopt;
+    }
+    if (is_half(dtype)) {
+      return tables ? compute_gradient(value_of(input), grad, tables->derivative) : std::nullopt;
+    }
+    return fits(activation_, grad.device()) ? compute_gradient(value_of(input), grad, activation_.gradient_step) : std::nullopt;
   }
 
   const Smooth& activation_;

@@ -1,8 +1,8 @@
-// The GPU's kernel. A thread computes a few vectors that are alike but for their rows, so that what is the same in all rows, as
-// a channel's statistics are in channels-last, is read once.
+// The GPU's kernel. A thread computes a few vectors: in one column, so that what is the same in all rows, as a channel's
+// statistics are in channels-last, is read once; or along one row, if that is what shares it.
 //
 // It is compiled as an interpreter, which runs any program, and for forms: the steps of common programs, known in advance. On
-// an H100 forms take 0.96 to 1.03 of the time in which a copy moves the same bytes, the interpreter 1.5 to 3 times that.
+// an H100 forms take 0.99 to 1.2 times the time in which a copy moves the same bytes, the interpreter 1.5 to 3 times that.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -20,13 +20,14 @@ struct Launch {
   Program program;
   Divisor vectors;                  // of a row
   Divisor size[Program::kMaxDims];  // of the dimensions that rows are counted in
-  int64_t rows, step;               // a thread's rows are so many apart
+  int64_t rows, step;               // a thread's vectors are so many rows, or so many elements of a row, apart
 };
 
 // What a step of a form reads. `dense` has the output's layout and dtype, `dense_any` and `bits` its layout. Parameters are the
 // same in all rows (`column`) or in all of a row (`row`), and float32, or of the half type (`half_column`). `same_row` has its
-// element where the reference before it has. `any` may lie anyhow, and a `table` is no tensor of the output's elements.
-enum class Layout : uint8_t { number, stash, dense, dense_any, bits, column, half_column, row, same_row, any, table };
+// element where the reference before it has. A `gate` has the output's dtype and, if vectors are along a row, one element for
+// it, else vectors. `any` may lie anyhow, and a `table` is no tensor of the output's elements.
+enum class Layout : uint8_t { number, stash, dense, dense_any, bits, column, half_column, row, same_row, gate, any, table };
 
 template <Code code_, Layout... layouts>
 struct StepOf {
@@ -38,11 +39,11 @@ struct StepOf {
   }
 };
 
-// The steps of a program of at most so many dimensions, and how many rows a thread has.
-template <int rows_, int dims_, class... Steps>
+// The steps of a program of at most so many dimensions, and how many vectors a thread has.
+template <int vectors_, int dims_, class... Steps>
 struct Form {
-  static constexpr bool is_known = true;
-  static constexpr int rows = rows_, dims = dims_, steps = sizeof...(Steps);
+  static constexpr bool is_known = true, is_along = false;
+  static constexpr int vectors = vectors_, dims = dims_, steps = sizeof...(Steps);
   static constexpr int blocks = 0;  // of a multiprocessor, at least: for ptxas to say
 
   FASTACT_HOST_DEVICE static constexpr Code code(int k) {
@@ -57,9 +58,15 @@ struct Form {
   }
 };
 
+// With the vectors along a row.
+template <int vectors, int dims, class... Steps>
+struct FormAlong : Form<vectors, dims, Steps...> {
+  static constexpr bool is_along = true;
+};
+
 struct Interpreted {
-  static constexpr bool is_known = false;
-  static constexpr int rows = 1, dims = Program::kMaxDims;
+  static constexpr bool is_known = false, is_along = false;
+  static constexpr int vectors = 1, dims = Program::kMaxDims;
   static constexpr int blocks = 1;  // or ptxas would spill registers for more
 };
 
@@ -172,9 +179,9 @@ class Thread {
   __device__ Thread(const Launch& launch, int64_t inner, int64_t row)
       : launch_(launch), program_(launch.program), inner_(inner) {
 #pragma unroll
-    for (int u = 0; u < Form::rows; ++u) {
-      int64_t i = min(row + u * launch.step, launch.rows - 1);
-      dense_[u] = i * program_.size[0] + inner;
+    for (int u = 0; u < Form::vectors; ++u) {
+      int64_t i = Form::is_along ? row : min(row + u * launch.step, launch.rows - 1);
+      dense_[u] = i * program_.size[0] + inner + (Form::is_along ? u * launch.step : 0);
 #pragma unroll
       for (int dim = 1; dim < Form::dims; ++dim) {
         outer_[u][dim - 1] = i;
@@ -199,9 +206,8 @@ class Thread {
     }
   }
 
-  __device__ void store_row(int u) const {
-    const Element element = !Form::is_known ? program_.element : n == 8 ? Element::bfloat16 : Element::float32;
-    store<T>(x_[u], element, dense_[u], program_.output);
+  __device__ void store_vector(int u) const {
+    store<T>(x_[u], Form::is_known ? own : program_.element, dense_[u], program_.output);
   }
 
  private:
@@ -218,7 +224,7 @@ class Thread {
       differentiate(k, static_cast<const float2*>(operand(k, 1).data));
     } else if constexpr (code == Code::stash) {
 #pragma unroll
-      for (int i = 0; i < Form::rows * n; ++i) {
+      for (int i = 0; i < Form::vectors * n; ++i) {
         stashed_[i / n][i % n] = x_[i / n][i % n];
       }
     } else if constexpr (!is_norm(code)) {
@@ -230,7 +236,7 @@ class Thread {
     }
     if (program_.step[k].rounded_to != Element::float32) {
 #pragma unroll
-      for (int u = 0; u < Form::rows; ++u) {
+      for (int u = 0; u < Form::vectors; ++u) {
         Pairs<n> pairs;
         pack<T>(x_[u], pairs);
         unpack<T>(pairs, x_[u]);
@@ -242,78 +248,122 @@ class Thread {
   template <Code code, int first, int last>
   __device__ void apply_with(int k) {
     constexpr int references = kReferences<code>;
-    float a[first] = {}, b[first] = {}, c[last] = {}, d[last] = {};
+    float a[Form::vectors][first] = {}, b[Form::vectors][first] = {}, c[Form::vectors][last] = {}, d[Form::vectors][last] = {};
+    read<0 < references>(k, 0, a);
+    read<1 < references>(k, 1, b);
+    read<2 < references>(k, 2, c);
+    read<3 < references>(k, 3, d);
 #pragma unroll
-    for (int u = 0; u < Form::rows; ++u) {
-      read<0 < references>(k, 0, u, a);
-      read<1 < references>(k, 1, u, b);
-      read<2 < references>(k, 2, u, c);
-      read<3 < references>(k, 3, u, d);
+    for (int u = 0; u < Form::vectors; ++u) {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
-        x_[u][i] = apply<code>(x_[u][i], a[i % first], b[i % first], c[i % last], d[i % last]);
+        x_[u][i] = apply<code>(x_[u][i], a[u][i % first], b[u][i % first], c[u][i % last], d[u][i % last]);
       }
     }
   }
+
+  // The output's dtype in a form; bfloat16 stands for T.
+  static constexpr Element own = n == 8 ? Element::bfloat16 : Element::float32;
+
+  __device__ static bool is_column(Layout layout) { return layout == Layout::column || layout == Layout::half_column; }
 
   __device__ const Reference& reference(int k, int r) const { return program_.step[k].reference[r]; }
 
   __device__ const Program::Operand& operand(int k, int r) const { return program_.operand[reference(k, r).operand]; }
 
+  __device__ static Layout layout(int k, int r) {
+    if constexpr (Form::is_known) {
+      return Form::layout(k, r);
+    }
+    return Layout::any;
+  }
+
   // Whether it is the same for all of a vector.
   __device__ bool is_one(int k, int r) const {
     if constexpr (Form::is_known) {
-      const Layout layout = Form::layout(k, r);
-      return layout == Layout::number || layout == Layout::row || layout == Layout::same_row;
+      const Layout of = layout(k, r);
+      return of == Layout::number || of == Layout::row || of == Layout::same_row || (of == Layout::gate && Form::is_along);
     } else {
       const int of = reference(k, r).operand;
       return of >= 0 ? operand(k, r).stride[0] == 0 : of == Reference::kNumber;
     }
   }
 
-  // Reads the vector of row u that step k's r-th reference is, unless the row before had the same.
+  // Reads step k's r-th reference, for all vectors: the first use of one waits for it.
   template <bool is_read, int size>
-  __device__ void read(int k, int r, int u, float (&to)[size]) {
+  __device__ void read(int k, int r, float (&to)[Form::vectors][size]) {
     if constexpr (!is_read) {
       return;
-    } else if constexpr (Form::is_known) {
-      const Layout layout = Form::layout(k, r);
-      if (u > 0 && (layout == Layout::number || layout == Layout::column || layout == Layout::half_column)) {
-        return;
+    } else if constexpr (!Form::is_known) {
+      read_vector(k, r, reference(k, r).operand < 0 ? Element::float32 : operand(k, r).element, 0, to[0]);
+    } else {
+      constexpr Element half = Element::bfloat16;  // stands for T
+      switch (layout(k, r)) {
+        case Layout::dense:
+        case Layout::gate:
+          return read_as(k, r, own, to);
+        case Layout::half_column:
+          return read_as(k, r, half, to);
+        case Layout::bits:
+          return read_as(k, r, Element::bit, to);
+        case Layout::dense_any:
+          return operand(k, r).element == Element::float32 ? read_as(k, r, Element::float32, to) : read_as(k, r, half, to);
+        case Layout::any:
+          return operand(k, r).element == Element::float32 ? read_as(k, r, Element::float32, to)
+                 : operand(k, r).element == Element::bit   ? read_as(k, r, Element::bit, to)
+                                                           : read_as(k, r, half, to);
+        default:
+          return read_as(k, r, Element::float32, to);
       }
-      if (layout == Layout::number) {
-        fill(reference(k, r).number, to);
-        return;
+    }
+  }
+
+  template <int size>
+  __device__ void read_as(int k, int r, Element element, float (&to)[Form::vectors][size]) {
+    const Layout of = layout(k, r);
+    const bool is_shared = Form::is_along ? is_one(k, r) : is_column(of) || of == Layout::number;
+#pragma unroll
+    for (int u = 0; u < Form::vectors; ++u) {
+      if (u > 0 && is_shared) {
+        copy(to[0], to[u]);
+      } else {
+        read_vector(k, r, element, u, to[u]);
       }
-      if (layout == Layout::stash) {
-        copy(stashed_[u], to);
-        return;
-      }
-      const auto& of = operand(k, r);
-      if (layout == Layout::row || layout == Layout::any) {
-        offset_ = offset_of(of, u);
-      }
-      const bool is_dense = layout == Layout::dense || layout == Layout::dense_any || layout == Layout::bits;
-      const bool is_column = layout == Layout::column || layout == Layout::half_column;
-      const bool is_one = layout == Layout::row || layout == Layout::same_row || (layout == Layout::any && of.stride[0] == 0);
-      const Element element = layout == Layout::dense         ? (n == 8 ? Element::bfloat16 : Element::float32)
-                              : layout == Layout::half_column ? Element::bfloat16  // stands for T
-                              : layout == Layout::bits        ? Element::bit
-                              : layout == Layout::any || layout == Layout::dense_any ? of.element
-                                                                                     : Element::float32;
-      load<T>(of.data, element, is_one, is_dense ? dense_[u] : is_column ? inner_ : offset_, to);
-    } else if (reference(k, r).operand == Reference::kNumber) {
+    }
+  }
+
+  template <int size>
+  __device__ void read_vector(int k, int r, Element element, int u, float (&to)[size]) {
+    if (Form::is_known ? layout(k, r) == Layout::number : reference(k, r).operand == Reference::kNumber) {
       fill(reference(k, r).number, to);
-    } else if (reference(k, r).operand == Reference::kStash) {
+    } else if (Form::is_known ? layout(k, r) == Layout::stash : reference(k, r).operand == Reference::kStash) {
       copy(stashed_[u], to);
     } else {
       const auto& of = operand(k, r);
-      load<T>(of.data, of.element, of.stride[0] == 0, offset_of(of, u), to);
+      const bool is_one_element = is_one(k, r) || (layout(k, r) == Layout::any && of.stride[0] == 0);
+      load<T>(of.data, element, is_one_element, offset_of(k, r, u), to);
+    }
+  }
+
+  // Where vector u is in an operand.
+  __device__ int64_t offset_of(int k, int r, int u) {
+    switch (layout(k, r)) {
+      case Layout::dense:
+      case Layout::dense_any:
+      case Layout::bits:
+        return dense_[u];
+      case Layout::column:
+      case Layout::half_column:
+        return inner_;
+      case Layout::same_row:
+        return offset_[u];
+      default:
+        return offset_[u] = offset_of(operand(k, r), u);
     }
   }
 
   __device__ int64_t offset_of(const Program::Operand& operand, int u) const {
-    int64_t offset = inner_ * operand.stride[0];
+    int64_t offset = (inner_ + (Form::is_along ? u * launch_.step : 0)) * operand.stride[0];
 #pragma unroll
     for (int dim = 1; dim < Form::dims; ++dim) {
       if (dim == 1 || dim < program_.dims) {
@@ -331,8 +381,8 @@ class Thread {
     }
   }
 
-  template <int size>
-  __device__ static void copy(const float (&from)[n], float (&to)[size]) {
+  template <int from_size, int size>
+  __device__ static void copy(const float (&from)[from_size], float (&to)[size]) {
 #pragma unroll
     for (int i = 0; i < size; ++i) {
       to[i] = from[i];
@@ -341,7 +391,7 @@ class Thread {
 
   __device__ void look_up(const uint16_t* table) {
 #pragma unroll
-    for (int u = 0; u < Form::rows; ++u) {
+    for (int u = 0; u < Form::vectors; ++u) {
       Pairs<n> pairs;
       pack<T>(x_[u], pairs);
 #pragma unroll
@@ -355,44 +405,44 @@ class Thread {
   }
 
   __device__ void differentiate(int k, const float2* factors) {
+    float grad[Form::vectors][n];
+    read<true>(k, 0, grad);
 #pragma unroll
-    for (int u = 0; u < Form::rows; ++u) {
-      float grad[n];
-      read<true>(k, 0, u, grad);
+    for (int u = 0; u < Form::vectors; ++u) {
       Pairs<n> pairs;
       pack<T>(x_[u], pairs);
 #pragma unroll
       for (int i = 0; i < n; ++i) {
         const float2 of_number = __ldg(factors + (pairs[i / 2] >> (i % 2 * 16) & 0xffff));
-        x_[u][i] = scaled(grad[i], of_number.x, of_number.y);
+        x_[u][i] = scaled(grad[u][i], of_number.x, of_number.y);
       }
     }
   }
 
   const Launch& launch_;
   const Program& program_;
-  int64_t inner_, outer_[Form::rows][Form::dims - 1], dense_[Form::rows], offset_;
-  float x_[Form::rows][n], stashed_[Form::rows][n];
+  int64_t inner_, outer_[Form::vectors][Form::dims - 1], dense_[Form::vectors], offset_[Form::vectors];
+  float x_[Form::vectors][n], stashed_[Form::vectors][n];
 };
 
 template <class T, int n, class Form>
 __global__ void __launch_bounds__(kBlock, Form::blocks) run_kernel(const __grid_constant__ Launch launch) {
   int64_t vector = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
   const int64_t row = launch.vectors.divide(&vector);
-  if (row >= launch.step) {
+  if (row >= (Form::is_along ? launch.rows : launch.step)) {
     return;
   }
   Thread<T, n, Form> thread(launch, vector * n, row);
   thread.run();
 #pragma unroll
-  for (int u = 0; u < Form::rows; ++u) {
-    if (row + u * launch.step < launch.rows) {
-      thread.store_row(u);
+  for (int u = 0; u < Form::vectors; ++u) {
+    if (Form::is_along || row + u * launch.step < launch.rows) {
+      thread.store_vector(u);
     }
   }
 }
 
-bool has_layout(const Program& program, const Step& step, int r, Layout layout) {
+bool has_layout(const Program& program, const Step& step, int r, Layout layout, bool is_along) {
   const Reference& reference = step.reference[r];
   if (reference.operand < 0 || layout == Layout::number || layout == Layout::stash) {
     return reference.operand == (layout == Layout::number ? Reference::kNumber : Reference::kStash) &&
@@ -417,6 +467,8 @@ bool has_layout(const Program& program, const Step& step, int r, Layout layout) 
           return stride == (dim == 0) && is_half;
         case Layout::row:
           return (dim > 0 || stride == 0) && operand.element == Element::float32;
+        case Layout::gate:
+          return (dim > 0 || stride == !is_along) && operand.element == program.element;
         case Layout::same_row:
           return stride == program.operand[step.reference[r - 1].operand].stride[dim] && operand.element == Element::float32;
         default:
@@ -431,9 +483,10 @@ bool has_layout(const Program& program, const Step& step, int r, Layout layout) 
   return true;
 }
 
-template <class Form>
+template <int n, class Form>
 bool has_form(const Program& program) {
-  if (program.steps != Form::steps || program.dims > Form::dims) {
+  if (program.steps != Form::steps || program.dims > Form::dims ||
+      (Form::is_along && program.size[0] % (Form::vectors * n) != 0)) {
     return false;
   }
   for (int k = 0; k < program.steps; ++k) {
@@ -442,7 +495,7 @@ bool has_form(const Program& program) {
       return false;
     }
     for (int r = 0; r < references_of(step.code); ++r) {
-      if (!has_layout(program, step, r, Form::layout(k, r))) {
+      if (!has_layout(program, step, r, Form::layout(k, r), Form::is_along)) {
         return false;
       }
     }
@@ -472,7 +525,7 @@ bool is_in_vectors(const Program& program, int n) {
   return true;
 }
 
-// One row of all elements as rows, which a thread has several of.
+// One row of all elements as rows, of which a thread has several.
 void split(Program* program) {
   constexpr int rows = 4, vector = 8;
   if (program->dims > 1 || program->size[0] % (rows * vector) != 0) {
@@ -490,8 +543,9 @@ template <class T, int n, class Form>
 bool start(Launch& launch, cudaStream_t stream) {
   const Program& program = launch.program;
   launch.rows = program.numel() / program.size[0];
-  launch.step = (launch.rows + Form::rows - 1) / Form::rows;
-  const int64_t vectors = program.size[0] / n, threads = vectors * launch.step;
+  launch.step = ((Form::is_along ? program.size[0] : launch.rows) + Form::vectors - 1) / Form::vectors;
+  const int64_t vectors = (Form::is_along ? launch.step : program.size[0]) / n;
+  const int64_t threads = vectors * (Form::is_along ? launch.rows : launch.step);
   launch.vectors = Divisor(vectors, threads + kBlock);
   run_kernel<T, n, Form><<<static_cast<unsigned int>((threads + kBlock - 1) / kBlock), kBlock, 0, stream>>>(launch);
   return true;
@@ -499,68 +553,90 @@ bool start(Launch& launch, cudaStream_t stream) {
 
 template <class T, int n, class... Forms>
 bool start_form(Launch& launch, cudaStream_t stream) {
-  return ((has_form<Forms>(launch.program) && start<T, n, Forms>(launch, stream)) || ...);
+  return ((has_form<n, Forms>(launch.program) && start<T, n, Forms>(launch, stream)) || ...);
 }
 
-constexpr auto number = Layout::number, dense = Layout::dense, column = Layout::column, half_column = Layout::half_column,
-               row = Layout::row, same_row = Layout::same_row, any = Layout::any;
-constexpr int two = 2, more = 4;  // dimensions
+constexpr auto number = Layout::number, stash = Layout::stash, dense = Layout::dense, dense_any = Layout::dense_any,
+               column = Layout::column, half_column = Layout::half_column, row = Layout::row, same_row = Layout::same_row,
+               gate = Layout::gate, any = Layout::any;
+constexpr int two = 2, three = 3, more = 4;  // dimensions
 
 using Load = StepOf<Code::load, dense>;
-using LoadAny = StepOf<Code::load, Layout::dense_any>;
+using LoadAny = StepOf<Code::load, dense_any>;
 using Stash = StepOf<Code::stash>;
 using Clamp = StepOf<Code::clamp, number, number>;
+using Silu = StepOf<Code::silu>;
+using Power = StepOf<Code::power, number>;
+using Tanh = StepOf<Code::tanh>;
 using LookUp = StepOf<Code::look_up, Layout::table>;
 using Gradient = StepOf<Code::gradient, dense, Layout::table>;
-using Add = StepOf<Code::add, dense, number>;
+using SiluGradient = StepOf<Code::silu_gradient, dense>;
+template <Layout layout>
+using Add = StepOf<Code::add, layout, number>;
 template <Layout layout>
 using Multiply = StepOf<Code::multiply, layout>;
 
-// A normalisation, and what follows it: nothing, ReLU, SiLU or its gradient, a residual, or another normalisation of the same
-// kind as one. `dims` are its own.
-template <class T, int n, int dims, class Norm>
-bool start_norm(Launch& launch, cudaStream_t stream) {
-  using Silu = StepOf<Code::silu>;
-  using AddStash = StepOf<Code::add, Layout::stash, number>;
+// A normalisation, and what follows it: nothing, an activation or its gradient, a gate, a residual, or another normalisation of
+// the same kind as one.
+template <class T, int n, class Norm>
+bool start_norm_of_columns(Launch& launch, cudaStream_t stream) {
   if constexpr (n == 8) {
-    // Tables are read faster by more rows at once.
+    // Tables are read faster by more vectors at once.
     if (start_form<
-            T, n, Form<4, dims, Load, Norm, LookUp>, Form<4, more, Load, Norm, LookUp, Multiply<any>>,
-            Form<4, dims, Load, Norm, Gradient>, Form<2, dims, Load, Norm, LookUp, Stash, Load, Norm, AddStash>>(
+            T, n, Form<4, two, Load, Norm, LookUp>, Form<4, three, Load, Norm, LookUp, Multiply<gate>>,
+            Form<4, two, Load, Norm, Gradient>, Form<2, two, Load, Norm, LookUp, Stash, Load, Norm, Add<stash>>>(
             launch, stream)) {
       return true;
     }
-  } else if (start_form<T, n, Form<2, more, Load, Norm, Silu, Multiply<any>>>(launch, stream)) {
+  } else if (start_form<
+                 T, n, Form<2, two, Load, Norm, Silu>, Form<2, three, Load, Norm, Silu, Multiply<gate>>,
+                 Form<2, two, Load, Norm, SiluGradient>>(launch, stream)) {
     return true;
   }
   return start_form<
-      T, n, Form<2, dims, Load, Norm>, Form<2, dims, Load, Norm, Clamp>, Form<2, dims, Load, Norm, Silu>,
-      Form<2, dims, Load, Norm, Add>, Form<2, dims, Load, Norm, Add, Clamp>, Form<2, more, Load, Norm, Clamp, Multiply<any>>,
-      Form<2, more, Load, Norm, Multiply<any>, Add>,  // stochastic depth
-      Form<2, dims, Load, Norm, Stash, Load, Norm, AddStash>, Form<2, dims, Load, Norm, Stash, Load, Norm, AddStash, Clamp>,
-      Form<2, more, Load, Norm, Stash, Load, Norm, Multiply<any>, AddStash>>(launch, stream);
+      T, n, Form<2, two, Load, Norm>, Form<2, two, Load, Norm, Clamp>, Form<2, two, Load, Norm, Add<dense>>,
+      Form<2, two, Load, Norm, Add<dense>, Clamp>, Form<2, three, Load, Norm, Clamp, Multiply<gate>>,
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,  // stochastic depth
+      Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>>, Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
+      Form<2, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(launch, stream);
+}
+
+template <class T, int n, class Norm>
+bool start_norm_of_rows(Launch& launch, cudaStream_t stream) {
+  if constexpr (n == 8) {
+    if (start_form<
+            T, n, FormAlong<4, more, Load, Norm, LookUp>, FormAlong<4, more, Load, Norm, LookUp, Multiply<gate>>,
+            FormAlong<4, more, Load, Norm, Gradient>>(launch, stream)) {
+      return true;
+    }
+  }
+  return start_form<
+      T, n, FormAlong<2, more, LoadAny, Norm>, FormAlong<2, more, Load, Norm, Clamp>, FormAlong<2, more, LoadAny, Norm, Silu>,
+      FormAlong<2, more, LoadAny, Norm, SiluGradient>, FormAlong<2, more, Load, Norm, Add<dense>>,
+      FormAlong<2, more, Load, Norm, Add<dense>, Clamp>, FormAlong<2, more, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(
+      launch, stream);
 }
 
 template <class T, int n>
 void start_common(Launch& launch, cudaStream_t stream) {
   using LayerNorm = StepOf<Code::layer_norm, row, same_row, column, column>;
   using Bits = Multiply<Layout::bits>;
-  start_norm<T, n, two, StepOf<Code::batch_norm, column, column, column, column>>(launch, stream) ||  // channels-last
-      start_norm<T, n, two, StepOf<Code::scaled_norm, column, column, column, column>>(launch, stream) ||
-      start_norm<T, n, more, StepOf<Code::batch_norm, row, same_row, same_row, same_row>>(launch, stream) ||
-      start_norm<T, n, more, StepOf<Code::group_norm, row, same_row, row, same_row>>(launch, stream) ||
+  start_norm_of_columns<T, n, StepOf<Code::batch_norm, column, column, column, column>>(launch, stream) ||  // channels-last
+      start_norm_of_columns<T, n, StepOf<Code::scaled_norm, column, column, column, column>>(launch, stream) ||
+      start_norm_of_rows<T, n, StepOf<Code::batch_norm, row, same_row, same_row, same_row>>(launch, stream) ||
+      start_norm_of_rows<T, n, StepOf<Code::group_norm, row, same_row, row, same_row>>(launch, stream) ||
       start_form<
           T, n, Form<2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
           Form<2, two, Load, StepOf<Code::layer_norm, row, same_row, half_column, half_column>>,
           Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
           Form<1, two, LoadAny, Multiply<row>, Multiply<column>>, Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
-          Form<4, two, Load, LookUp, Multiply<dense>>,                                                  // SwiGLU
-          Form<2, two, LoadAny>, Form<2, two, LoadAny, Multiply<number>, Multiply<Layout::dense_any>>,  // GELU, composed
-          Form<2, two, LoadAny, Multiply<number>, StepOf<Code::add, Layout::dense_any, number>, Multiply<number>>,
+          Form<4, two, Load, LookUp, Multiply<dense>>,                                          // SwiGLU
+          Form<2, two, LoadAny>, Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
+          Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,
           Form<2, two, LoadAny, Bits, Multiply<number>>,  // dropout
-          Form<2, two, LoadAny, Bits, Multiply<number>, StepOf<Code::add, Layout::dense_any, number>>,
-          Form<2, more, LoadAny, Multiply<any>, StepOf<Code::add, Layout::dense_any, number>>,  // layer scale
-          Form<2, more, LoadAny, Multiply<any>, Multiply<any>, StepOf<Code::add, Layout::dense_any, number>>>(launch, stream) ||
+          Form<2, two, LoadAny, Bits, Multiply<number>, Add<dense_any>>,
+          Form<2, more, LoadAny, Multiply<any>, Add<dense_any>>,  // layer scale
+          Form<2, more, LoadAny, Multiply<any>, Multiply<any>, Add<dense_any>>>(launch, stream) ||
       start<T, n, Interpreted>(launch, stream);
 }
 
