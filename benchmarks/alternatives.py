@@ -1,13 +1,12 @@
 """Trains models in bfloat16 on the GPU at hand by each way to save memory: time, memory, and whether the bits stay the same.
 
-Each way takes its steps in turn with the model as it comes. Writes benchmarks/results/<device>-alternatives.json and draws it.
+Each way takes its steps in turn with the unmodified model. Writes benchmarks/results/<device>-alternatives.json and draws it.
 Names of models on the command line run those alone; the other models' results of the same commit stay.
 """
 
+import copy
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,29 +14,48 @@ from tabulate import tabulate
 from torch._functorch import config
 from torch._inductor.utils import fresh_cache
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from tqdm import tqdm
 
 import activations_cuda
-from benchmarks import models, record
-from benchmarks.models import IMAGE, STEPS, Training, both, chosen_models, compare, deterministic, same
+from benchmarks import record
+from benchmarks.models import Training, autocast, chosen_models, compare, deterministic, same
 from benchmarks.plot import draw_alternatives
+from benchmarks.recompute import CASES, STEPS
 from benchmarks.timing import StepClock, alternate
 
-# Batches so large that none of the ways waits for the host.
-BATCHES = {"mobilenet_v2": 512, "efficientnet_b0": 256, "vit_b_16": 128, "convnext_tiny": 128}
-MODELS = {name: replace(models.MODELS[name], shape=(batch, *IMAGE)) for name, batch in BATCHES.items()}
-BLOCKS = "InvertedResidual", "MBConv", "EncoderBlock", "CNBlock"  # their classes
+MODELS = "mobilenet_v2", "efficientnet_b0", "resnet50", "convnext_tiny", "vit_b_16", "GPT-2", "Llama"
+BLOCKS = "InvertedResidual", "MBConv", "Bottleneck", "CNBlock", "EncoderBlock", "GPT2Block", "LlamaDecoderLayer"  # of these
+aten = torch.ops.aten
+EXPENSIVE = [  # whose outputs selective checkpointing saves
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+]
+
+# Each makes of a model, and of a batch on the meta device, the forward pass.
+convert = activations_cuda.convert
+recompute = partial(convert, recompute=True)
 
 
-def with_checkpoints(model):
-    for module in model.modules():
-        if type(module).__name__ in BLOCKS:
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+def checkpointed(model, batch, first=convert, every=1, **options):
+    model = first(model, batch)
+    for block in [module for module in model.modules() if type(module).__name__ in BLOCKS][::every]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
     return model
 
 
-def with_save_on_cpu(model):
+def unmodified(model, batch):
+    return model
+
+
+def offloaded(model, batch, first=unmodified):
+    model = first(model, batch)
+
     def forward(batch):
         with save_on_cpu(pin_memory=True):
             return model(batch)
@@ -45,45 +63,46 @@ def with_save_on_cpu(model):
     return forward
 
 
-def with_half_the_budget(model):
-    compiled = torch.compile(model)
+def compiled(model, batch, budget=1.0):
+    model = torch.compile(model)
 
     def forward(batch):
-        with config.patch(activation_memory_budget=0.5):
-            return compiled(batch)
+        with config.patch(activation_memory_budget=budget):
+            return model(batch)
 
     return forward
 
 
-@dataclass(frozen=True)
-class Way:
-    wrap: Callable | None = None
-    converted: bool = False
-    compiled: bool = False
-
-
 WAYS = {
-    "converted": Way(converted=True),
-    "checkpoint": Way(with_checkpoints),
-    "converted, checkpoint": Way(with_checkpoints, converted=True),
-    "save_on_cpu": Way(with_save_on_cpu),
-    "torch.compile": Way(torch.compile, compiled=True),  # with a budget of 1.0
-    "torch.compile, budget 0.5": Way(with_half_the_budget, compiled=True),
+    "converted": convert,
+    "recompute": recompute,
+    "recompute, every 2nd block checkpointed": partial(checkpointed, first=recompute, every=2),
+    "checkpoint": partial(checkpointed, first=unmodified),
+    "selective checkpoint": partial(
+        checkpointed, first=unmodified, context_fn=partial(create_selective_checkpoint_contexts, EXPENSIVE)
+    ),
+    "save_on_cpu": offloaded,
+    "recompute within save_on_cpu": partial(offloaded, first=recompute),
+    "torch.compile": compiled,  # with a budget of 1
+    "torch.compile, budget 0.5": partial(compiled, budget=0.5),
+    "torch.compile, budget 0.3": partial(compiled, budget=0.3),
 }
 
 
-def measure(name, way):
+def measure(model, case, way):
     torch._dynamo.reset()  # what it compiled holds on to its model, and has another budget
     gc.collect()
     torch.cuda.empty_cache()
+    dtype = case.dtype or torch.float32  # without autocast
     earlier = torch.cuda.memory_allocated()
-    batch = MODELS[name].batch("cuda")
-    before, after = both(MODELS[name], torch.bfloat16)
-    if not way.converted:
-        activations_cuda.revert(after)
-    trainings = eager, other = Training(before, batch, torch.bfloat16), Training(after, batch, torch.bfloat16, way.wrap)
+    batch = case.batch("cuda")
+    after = copy.deepcopy(model)
+    with autocast(dtype):
+        forward = WAYS[way](after, case.batch("meta"))
+    eager = Training(copy.deepcopy(model), batch, dtype)
+    other = Training(after, batch, dtype, lambda _: forward)
     seconds = None
-    if way.compiled:
+    if "compile" in way:
         eager(), eager()
         start = time.perf_counter()
         with fresh_cache():
@@ -92,33 +111,44 @@ def measure(name, way):
         seconds = round(time.perf_counter() - start, 1)
     else:
         with deterministic():  # under which a compiled model would be compiled once more: it differs without
-            for training in trainings:
+            for training in (eager, other):
                 for _ in range(STEPS):
                     training()
-    equal = same(trainings)
-    parameters = zip(before.parameters(), after.parameters(), strict=True)
+    equal = same([eager, other])
+    parameters = zip(eager.model.parameters(), after.parameters(), strict=True)
     equal["parameters_equal"] = all(torch.equal(*pair) for pair in parameters)
     peaks = eager.peak([other]) - earlier, other.peak([eager]) - earlier
-    return {**equal, **compare(*alternate(StepClock(rounds=10), *trainings), *peaks), "compile_s": seconds}
+    return {**equal, **compare(*alternate(StepClock(rounds=7), eager, other), *peaks), "compile_s": seconds}
 
 
-def table(rows):
-    columns = ["model", "way", "before_ms", "after_ms", "time", "spread", "before_gib", "after_gib", "memory", "compile_s"]
-    columns += ["losses_equal", "weights_equal", "parameters_equal"]
-    return tabulate([[row[column] for column in columns] for row in rows], headers=columns, disable_numparse=True)
+def rows_of(name):
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.create().cuda().train()
+    for way in tqdm(WAYS, desc=name, unit=" ways"):
+        row = {"model": name, "way": way, "batch": case.shape[0]}
+        try:
+            yield {**row, **measure(model, case, way)}
+        except RuntimeError as error:
+            yield {**row, "failure": str(error).splitlines()[0]}
+
+
+COLUMNS = ["model", "way", "before_ms", "after_ms", "time", "spread", "before_gib", "after_gib", "memory", "compile_s"]
+COLUMNS += ["losses_equal", "weights_equal", "parameters_equal", "failure"]
 
 
 def main():
     chosen = chosen_models("python -m benchmarks.alternatives", __doc__, list(MODELS))
     origin, path = record.origin(), record.path("-alternatives")
     rows = [row for row in record.earlier(path, origin).get("rows", []) if row["model"] not in chosen]
-    for name, label in tqdm([(name, label) for name in chosen for label in WAYS], unit=" runs"):
-        rows.append({"model": name, "way": label, "batch": MODELS[name].shape[0], **measure(name, WAYS[label])})
-        rows.sort(key=lambda row: list(MODELS).index(row["model"]))
-        record.write(path, {**origin, "rows": rows})
+    for name in chosen:
+        for row in rows_of(name):
+            rows.append(row)
+            rows.sort(key=lambda row: MODELS.index(row["model"]))
+            record.write(path, {**origin, "rows": rows})
     draw_alternatives(path)
-    print(table(rows))
-    print("\nbefore: the model as it comes. compile_s: the first two steps. weights_equal: parameters and buffers.")
+    print(tabulate([[row.get(column) for column in COLUMNS] for row in rows], headers=COLUMNS, disable_numparse=True))
+    print("\nbefore: unmodified. compile_s: the first two steps. weights_equal: parameters and buffers.")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,15 @@ OURS, PYTORCH, COMPILED, COPY = "tab:blue", "tab:gray", "tab:orange", "black"
 MARKS = {  # of the ways in benchmarks.alternatives
     "eager": (PYTORCH, "o"),
     "converted": (OURS, "o"),
+    "recompute": (OURS, "*"),
+    "recompute, every 2nd block checkpointed": (OURS, "s"),
+    "recompute within save_on_cpu": (OURS, "^"),
     "checkpoint": (PYTORCH, "s"),
-    "converted, checkpoint": (OURS, "s"),
+    "selective checkpoint": (PYTORCH, "D"),
     "save_on_cpu": (PYTORCH, "^"),
     "torch.compile": (COMPILED, "o"),
     "torch.compile, budget 0.5": (COMPILED, "s"),
+    "torch.compile, budget 0.3": (COMPILED, "D"),
 }
 
 
@@ -127,23 +131,32 @@ def draw_alternatives(path):
     """Memory over time of each way to train a model, both relative to eager, and the best of them joined."""
     result = json.loads(Path(path).read_text())
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    figure, axes = plt.subplots(1, len(models), figsize=(9, 3.8), layout="constrained", sharex=True, sharey=True, squeeze=False)
-    for axis, model in zip(axes[0], models, strict=True):
-        rows = select(result["rows"], model=model)
+    columns = 4
+    lines = -(-len(models) // columns)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(10, 1 + 2.9 * lines), layout="constrained", sharex=True, sharey=True, squeeze=False
+    )
+    for axis in grid.flat[len(models) :]:
+        axis.set_visible(False)
+    for axis, model in zip(grid.flat, models, strict=False):
+        rows = [row for row in select(result["rows"], model=model) if "failure" not in row]
         eager = {"way": "eager", "time": 1, "memory": 1}
         best = frontier([eager, *rows])
         axis.plot([row["time"] for row in best], [row["memory"] for row in best], color="lightgray", zorder=0)
         for row in [eager, *rows]:
             color, marker = MARKS[row["way"]]
-            axis.scatter(row["time"], row["memory"], color=color, marker=marker, label=row["way"])
+            size = 110 if marker == "*" else 36
+            axis.scatter(row["time"], row["memory"], size, color=color, marker=marker, label=row["way"])
         axis.set_title(f"{model}, batch {rows[0]['batch']}", fontsize=9)
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(labelsize=8)
-        axis.set_xlabel("time of a step, eager = 1", fontsize=8)
-    axes[0][0].set_ylim(bottom=0)
-    axes[0][0].set_ylabel("peak memory, eager = 1", fontsize=8)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+        axis.tick_params(labelsize=8, labelbottom=True)
+    grid[0][0].set_ylim(bottom=0)
+    figure.supxlabel("time of a step, eager = 1", fontsize=8)
+    figure.supylabel("peak memory, eager = 1", fontsize=8)
+    handles = {label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    labels = [label for label in MARKS if label in handles]
+    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(f"{result['device']}, bfloat16, torch {result['torch']}, commit {result['commit']}", fontsize=10)
     figure.savefig(Path(path).with_suffix(".png"), dpi=140)
