@@ -32,7 +32,6 @@ from benchmarks.timing import KernelClock, StepClock, alternate, spread
 
 GIB = 2**30
 STEPS = 20  # whose losses are compared, and the weights after them
-CAP = 8 * GIB  # of memory, for the question how large a batch may be
 
 
 def from_torchvision(name, **options):
@@ -307,38 +306,6 @@ def measure(name, model, dtype):
     return row
 
 
-def fits(model, images):
-    try:
-        training = Training(copy.deepcopy(model), normal((images, *IMAGE)), torch.float32)
-        training()
-        training()
-    except torch.OutOfMemoryError:
-        return False
-    return True
-
-
-def largest_batch(model, step=8):
-    """The most images, in steps of eight, that a step takes within the cap."""
-    low, high = 0, 512 // step
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(model, middle * step):
-            low = middle
-        else:
-            high = middle
-        torch.cuda.empty_cache()
-    return low * step
-
-
-def batches(name):
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(CAP / total)
-    before, after = map(largest_batch, both(MODELS[name], torch.float32))
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    return {"model": name, "dtype": "float32", "mode": "eager", "cap_gib": CAP / GIB, "before": before, "after": after}
-
-
 def missed(row):
     """What a row misses of its targets."""
     at_most = {what: row.get(f"{what}_at_most") for what in ("time", "memory", "kernels")}
@@ -386,24 +353,18 @@ def chosen_models(prog, description, names):
 def main():
     chosen = chosen_models("python -m benchmarks.models", __doc__, list(MODELS))
     origin, path = record.origin(), record.path("-models")
-    earlier = record.earlier(path, origin)
-    rows = [row for row in earlier.get("rows", []) if row["model"] not in chosen]
-    largest = earlier.get("largest_batch")
-    if "mobilenet_v2" in chosen:
-        largest = batches("mobilenet_v2")
+    rows = [row for row in record.earlier(path, origin).get("rows", []) if row["model"] not in chosen]
     runs = [(name, dtype) for name in chosen for dtype in MODELS[name].dtypes]
     for name, dtype in tqdm(runs, unit=" runs"):
         rows.append(measure(name, MODELS[name], dtype))
         rows.sort(key=lambda row: list(MODELS).index(row["model"]))
-        record.write(path, {**origin, "largest_batch": largest, "rows": rows})
+        record.write(path, {**origin, "rows": rows})
     draw_models(path)
     print(table(rows))
     print(
         "\nbefore: the model as it comes; after: converted; compiled: before, by torch.compile. ms: a step, the median;"
         " GiB: its peak memory; kernels: the time of a step's kernels, after to before."
     )
-    if largest:
-        print("Largest batch of {model} within {cap_gib:.0f} GiB: {before} before, {after} after.".format(**largest))
     sys.exit(1 if any(map(is_short, rows)) else 0)
 
 
