@@ -1,5 +1,6 @@
 """`python -m activations_cuda`."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import activations_cuda
 import activations_cuda.__main__ as command
 import activations_cuda.demo as main
+from activations_cuda.recipes.scope import IS_AVAILABLE
 
 
 def test_as_a_command():
@@ -17,6 +19,18 @@ def test_as_a_command():
     result = subprocess.run([sys.executable, "-m", "activations_cuda"], cwd=Path.home(), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(" yes ") == 4
+
+
+@pytest.mark.skipif(not IS_AVAILABLE, reason="needs torch 2.11")
+def test_trains_within_recompute(small, monkeypatch, capsys):
+    main.main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    within, plain = map(float, re.findall(r"([\d.]+) MiB instead of ([\d.]+)", line)[0])
+    assert within < 0.6 * plain and line.endswith("The gradients are equal.")
+    monkeypatch.setattr(main, "train", lambda: (False, (1, 2), (1, 2)))
+    with pytest.raises(SystemExit):
+        main.main()
+    assert "The gradients DIFFER." in capsys.readouterr().out
 
 
 def test_counts_what_is_saved():
