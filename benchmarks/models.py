@@ -110,7 +110,7 @@ def yolo_like(widths=(32, 64, 128, 256, 512)):
 
 
 class Language(nn.Module):
-    """A language model of transformers that classifies token sequences, and returns the logits."""
+    """A model of transformers: the logits of each token sequence or, if it is one that predicts tokens, of each token."""
 
     def __init__(self, name, config, **options):
         super().__init__()
@@ -119,7 +119,7 @@ class Language(nn.Module):
         self.model = getattr(transformers, name)(getattr(transformers, config)(num_labels=1000, pad_token_id=0, **options))
 
     def forward(self, tokens):
-        return self.model(tokens).logits
+        return self.model(tokens).logits.flatten(0, -2)
 
 
 @dataclass(frozen=True)

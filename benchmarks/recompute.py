@@ -83,9 +83,9 @@ def diffusion_blocks(width=128, depth=4):
     )
 
 
-def llama():
+def llama(name="LlamaForSequenceClassification"):
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16}
-    return Language("LlamaForSequenceClassification", "LlamaConfig", vocab_size=32000, **sizes).bfloat16()
+    return Language(name, "LlamaConfig", vocab_size=32000, **sizes).bfloat16()
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,15 @@ class Case:
     """
     Attributes:
         shape: of a batch.
-        memory_at_most, kernels_at_most: of the unmodified model's.
+        memory_at_most, kernels_at_most: of the unmodified model's, if there is a target.
         dtype: of autocast; None: the model itself is in bfloat16.
         convolutions: whether depthwise convolutions are recomputed too.
     """
 
     create: object
     shape: tuple
-    memory_at_most: float
-    kernels_at_most: float
+    memory_at_most: float | None = None
+    kernels_at_most: float | None = None
     dtype: torch.dtype | None = torch.bfloat16
     vocabulary: int | None = None
     convolutions: bool = False
@@ -143,6 +143,9 @@ CASES = {
         language("BertForSequenceClassification", "BertConfig", hidden_act="gelu"), (32, 512), 0.67, 1.04, vocabulary=30522
     ),
     "Llama": Case(llama, (4, 2048), 0.58, 1.03, dtype=None, vocabulary=32000),
+    # With the logits of every token, and the loss that is made of them.
+    "GPT-2, language model": Case(language("GPT2LMHeadModel", "GPT2Config"), (8, 1024), vocabulary=50257),
+    "Llama, language model": Case(partial(llama, "LlamaForCausalLM"), (4, 2048), dtype=None, vocabulary=32000),
     "mobilenet_v2 float32": vision("mobilenet_v2", 192, 0.38, 1.00, torch.float32),
     "resnet50 float32": vision("resnet50", 128, 0.60, 1.04, torch.float32),
     "efficientnet_b0 float32": vision("efficientnet_b0", 128, 0.35, 1.03, torch.float32),
