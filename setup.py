@@ -18,7 +18,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
 try:
     import torch
