@@ -85,7 +85,6 @@ WAYS = {
     "recompute within save_on_cpu": partial(offloaded, first=recompute),
     "torch.compile": compiled,  # with a budget of 1
     "torch.compile, budget 0.5": partial(compiled, budget=0.5),
-    "torch.compile, budget 0.3": partial(compiled, budget=0.3),
 }
 
 

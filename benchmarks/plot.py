@@ -17,7 +17,6 @@ MARKS = {  # of the ways in benchmarks.alternatives
     "save_on_cpu": (PYTORCH, "^"),
     "torch.compile": (COMPILED, "o"),
     "torch.compile, budget 0.5": (COMPILED, "s"),
-    "torch.compile, budget 0.3": (COMPILED, "D"),
 }
 
 
