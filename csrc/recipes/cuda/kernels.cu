@@ -309,9 +309,7 @@ class Thread {
         case Layout::dense_any:
           return operand(k, r).element == Element::float32 ? read_as(k, r, Element::float32, to) : read_as(k, r, half, to);
         case Layout::any:
-          return operand(k, r).element == Element::float32 ? read_as(k, r, Element::float32, to)
-                 : operand(k, r).element == Element::bit   ? read_as(k, r, Element::bit, to)
-                                                           : read_as(k, r, half, to);
+          return read_as(k, r, operand(k, r).element, to);
         default:
           return read_as(k, r, Element::float32, to);
       }
