@@ -7,7 +7,7 @@ from torch import nn
 
 import activations_cuda
 from activations_cuda import _C
-from activations_cuda.recipes import norms
+from activations_cuda.recipes import norms, rules
 from activations_cuda.recipes.rules import RULES
 from recomputing import Keep, Scope, compare, same_with_scope
 
@@ -229,6 +229,45 @@ def test_joined_with_what_is_unknown(join, device):
     assert not any(value.is_recipe and value.source in ("CatBackward0", "StackBackward0") for value in scope.values())
     (expected,) = torch.autograd.grad(Keep.apply(join(constant, x.exp())).sum(), x)
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 1, "padding": 1}, {"dilation": 2, "ceil_mode": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+def test_indices_of_max_pooling_follow(layout, dtype, options, device):
+    x = torch.randn(2, 8, 9, 9, device=device, dtype=dtype).contiguous(memory_format=layout).requires_grad_()
+    with Scope() as scope:
+        y = F.max_pool2d(Keep.apply(x), 2, **options)
+        loss = Keep.apply(y).sum()
+    sizes = [value.sizes for value in scope.values() if value.is_recipe]
+    assert sizes == [list(y.shape)] * 2  # the indices, and what they point at
+    plain = Keep.apply(F.max_pool2d(Keep.apply(x), 2, **options)).sum()
+    assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (loss, plain)))
+
+
+def test_indices_that_somebody_has_stay(device):
+    x = torch.randn(2, 8, 8, 8, device=device, requires_grad=True)
+    with Scope() as scope:
+        y, indices = F.max_pool2d(Keep.apply(x), 2, return_indices=True)
+        loss = Keep.apply(y).sum()
+    assert any(not value.is_recipe and value.sizes == list(indices.shape) for value in scope.values())
+    indices.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_indices_that_differ_stay(monkeypatch, device):
+    """As those of a release whose op breaks ties otherwise."""
+    wrong = lambda input, *window: rules.max_pool2d_indices(input, *window) * 0  # noqa: E731
+    monkeypatch.setitem(RULES, "MaxPool2DWithIndicesBackward0", rules.pooled(rules.max_pool2d, wrong))
+    x = torch.randn(2, 8, 8, 8, device=device, requires_grad=True)
+    for _ in range(2):
+        with Scope(check=False) as scope:
+            y = F.max_pool2d(Keep.apply(x), 2)
+            loss = Keep.apply(y).sum()
+        assert [value.is_recipe for value in scope.values() if value.sizes == list(y.shape)] == [False, True]
+        (grad,) = torch.autograd.grad(loss, x)
+        assert torch.equal(grad, torch.autograd.grad(Keep.apply(F.max_pool2d(Keep.apply(x), 2)).sum(), x)[0])
 
 
 def test_every_rule_is_tried():

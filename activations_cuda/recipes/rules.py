@@ -190,12 +190,31 @@ def addcdiv(self, tensor1, tensor2, value):
     return torch.addcdiv(self, tensor1, tensor2, value=value)
 
 
+def pooled(formula: Callable[..., Tensor], indices: Callable[..., Tensor]) -> Callable[[Step], Result]:
+    """The rule of a maximum. Its node saves the indices, eight bytes each, which follow from the input too."""
+
+    def rule(step):
+        input, places = step.operand(0, "self"), step.saved("result1")
+        step.replace_saved(places, indices, input, *step.arguments(*WINDOW, "dilation", "ceil_mode"))
+        return formula, (input, places), ()
+
+    return rule
+
+
 def max_pool2d(input, indices):
     return _gathered(input.flatten(-2), indices.flatten(-2), indices)
 
 
+def max_pool2d_indices(input, *window):
+    return aten.max_pool2d_with_indices(input, *window)[1]
+
+
 def max_pool3d(input, indices):
     return _gathered(input.flatten(-3), indices.flatten(-3), indices)
+
+
+def max_pool3d_indices(input, *window):
+    return aten.max_pool3d_with_indices(input, *window)[1]
 
 
 def _gathered(planes, indices, like):
@@ -322,8 +341,8 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "AvgPool2DBackward0": op(aten.avg_pool2d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AvgPool3DBackward0": op(aten.avg_pool3d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AdaptiveAvgPool2DBackward0": op(adaptive_avg_pool2d, SHAPE),
-    "MaxPool2DWithIndicesBackward0": Op(max_pool2d, ("self",), saved=("result1",)),
-    "MaxPool3DWithIndicesBackward0": Op(max_pool3d, ("self",), saved=("result1",)),
+    "MaxPool2DWithIndicesBackward0": pooled(max_pool2d, max_pool2d_indices),
+    "MaxPool3DWithIndicesBackward0": pooled(max_pool3d, max_pool3d_indices),
     # views in the middle of a chain; one that is saved itself is its base and a geometry
     "ViewBackward0": unsaved(torch.reshape, SHAPE),
     "UnsafeViewBackward0": unsaved(torch.reshape, SHAPE),

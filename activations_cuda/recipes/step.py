@@ -122,6 +122,10 @@ class Step:
         """Keep this tensor for operand i, which nobody has saved."""
         return _C.recipes.keep_operand(self._hook, self.node, i, tensor)
 
+    def replace_saved(self, value: Any, formula: Callable[..., Tensor], operand: Any, *arguments: Any) -> None:
+        """Keep a recipe, formula(operand, *arguments), of what the node alone has saved, if that gives the same bits."""
+        _C.recipes.replace_kept(self._hook, self.node, value, formula, operand, arguments)
+
     def norm(self, weight: Any) -> Any:
         """The module whose weight this value is, if the scope was given its model."""
         return self._hook.norm(weight)

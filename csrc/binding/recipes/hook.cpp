@@ -536,6 +536,49 @@ py::object recipe_of(
   return object;
 }
 
+// Makes of a kept tensor a recipe, formula(operand, *arguments), if nobody else has the tensor and the recipe gives it.
+void replace_kept(
+    py::handle hook, const NodePointer& node, const py::object& object, const py::object& formula, const py::object& operand,
+    const py::tuple& arguments) {
+  Value& value = value_of(object);
+  const bool is_assumed = attribute(hook, NAME("assumes")).ptr() == Py_True;
+  if (!value.held.defined() || value.readers != 1 || !value.is_current() || value_of(operand).depth >= kMaxDepth ||
+      (!is_assumed && value.held.storage().use_count() > 1)) {
+    return;
+  }
+  Configuration numbers = {-6, number_of_object(formula)};
+  for (const py::handle argument : arguments) {
+    numbers.push_back(number_of_object(argument));
+  }
+  const at::Tensor tensor = value.held;
+  const py::object replacing = recipe_of("", formula, operand, arguments, tensor, std::move(numbers));
+  Value& recipe = value_of(replacing);
+  const auto known = chosen().find(recipe.configuration);
+  const bool is_known = known != chosen().end(), is_checked = attribute(hook, NAME("check")).ptr() == Py_True;
+  bool is_right = !is_known || !known->second.formula.is_none();
+  if (is_right && !is_assumed && (!is_known || is_checked)) {
+    py::list untried;
+    if (!is_known) {
+      untried.append(py::make_tuple(replacing, formula));
+    }
+    is_right = py::cast<bool>(callbacks->is_right(hook, replacing, untried, wrapped(node), wrapped(tensor)));
+  }
+  if (!is_right) {
+    --value_of(operand).readers;
+    return;
+  }
+  value.take_layout_of(tensor);
+  value.source = name_of(*node);
+  value.formula = formula;
+  value.operands = recipe.operands;
+  value.arguments = arguments;
+  value.roots = recipe.roots;
+  value.depth = recipe.depth;
+  value.configuration = recipe.configuration;
+  value.replaced = torch::autograd::impl::version_counter(tensor);
+  value.held.reset();
+}
+
 py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
   const auto numbers_of = [](at::IntArrayRef numbers) { return py::tuple(py::cast(numbers.vec())); };
   const int64_t offset = view.storage_offset() - of.storage_offset();
@@ -770,6 +813,10 @@ void add_hook(py::module_& module) {
     note(value, edge.function, edge.input_nr);
     return value;
   });
+  module.def(
+      "replace_kept",
+      [](py::handle hook, py::handle node, const py::object& value, const py::object& formula, const py::object& operand,
+         const py::tuple& arguments) { replace_kept(hook, node_behind(node), value, formula, operand, arguments); });
   module.def("view_of", [](const py::object& base, py::handle view, py::handle of) {
     return view_of(base, THPVariable_Unpack(view.ptr()), THPVariable_Unpack(of.ptr()));
   });
