@@ -1,4 +1,4 @@
-"""Runs the ops and a small net beside PyTorch's own, and reports whether they are equal, what they save and how long they take."""
+"""Runs the ops and a small net beside PyTorch's own: whether they are equal, what they save and how long they take."""
 
 import statistics
 import sys
