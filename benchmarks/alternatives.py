@@ -139,7 +139,8 @@ COLUMNS += ["losses_equal", "weights_equal", "parameters_equal", "failure"]
 def main():
     chosen = chosen_models("python -m benchmarks.alternatives", __doc__, list(MODELS))
     origin, path = record.origin(), record.path("-alternatives")
-    rows = [row for row in record.earlier(path, origin).get("rows", []) if row["model"] not in chosen]
+    rows = record.earlier(path, origin).get("rows", [])
+    rows = [row for row in rows if row["model"] not in chosen and row["way"] in WAYS]
     for name in chosen:
         for row in rows_of(name):
             rows.append(row)

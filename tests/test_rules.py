@@ -1,5 +1,7 @@
 """Each rule of recompute alone: values, gradients, strides, and that it saves something."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -231,17 +233,18 @@ def test_joined_with_what_is_unknown(join, device):
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"stride": 1, "padding": 1}, {"dilation": 2, "ceil_mode": True}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(9, 9), (256, 256), (257, 256)], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
-def test_indices_of_max_pooling_follow(layout, dtype, options, device):
-    x = torch.randn(2, 8, 9, 9, device=device, dtype=dtype).contiguous(memory_format=layout).requires_grad_()
+def test_indices_of_max_pooling_in_fewer_bytes(layout, sizes, device):
+    dtype = torch.uint16 if math.prod(sizes) <= 2**16 else torch.int32
+    x = torch.randn(1, 8, *sizes, device=device).contiguous(memory_format=layout).requires_grad_()
     with Scope() as scope:
-        y = F.max_pool2d(Keep.apply(x), 2, **options)
+        y = F.max_pool2d(Keep.apply(x), 3, 2, 1)
         loss = Keep.apply(y).sum()
-    sizes = [value.sizes for value in scope.values() if value.is_recipe]
-    assert sizes == [list(y.shape)] * 2  # the indices, and what they point at
-    plain = Keep.apply(F.max_pool2d(Keep.apply(x), 2, **options)).sum()
+    assert [value.sizes for value in scope.values() if value.is_recipe] == [list(y.shape)] * 2  # and what they point at
+    kept = {tensor.dtype: tensor.nbytes for tensor in scope.tensors()}
+    assert set(kept) == {torch.float32, dtype} and kept[dtype] == y.numel() * dtype.itemsize
+    plain = Keep.apply(F.max_pool2d(Keep.apply(x), 3, 2, 1)).sum()
     assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (loss, plain)))
 
 
@@ -256,11 +259,10 @@ def test_indices_that_somebody_has_stay(device):
         loss.backward()
 
 
-def test_indices_that_differ_stay(monkeypatch, device):
-    """As those of a release whose op breaks ties otherwise."""
-    wrong = lambda input, *window: rules.max_pool2d_indices(input, *window) * 0  # noqa: E731
-    monkeypatch.setitem(RULES, "MaxPool2DWithIndicesBackward0", rules.pooled(rules.max_pool2d, wrong))
-    x = torch.randn(2, 8, 8, 8, device=device, requires_grad=True)
+def test_numbers_that_need_all_bytes_stay(monkeypatch, device):
+    """What is narrowed is compared like any recipe."""
+    monkeypatch.setattr(rules.math, "prod", lambda sizes: 1)
+    x = torch.arange(2**17, dtype=torch.float32, device=device).view(1, 1, -1, 2**8).requires_grad_()
     for _ in range(2):
         with Scope(check=False) as scope:
             y = F.max_pool2d(Keep.apply(x), 2)

@@ -8,6 +8,7 @@ To add one, find the node's name (``tensor.grad_fn.name()``) and what it saves (
 formula must repeat its op to the bit, so no matrix products, convolutions, random numbers, or sums in any order.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -190,13 +191,13 @@ def addcdiv(self, tensor1, tensor2, value):
     return torch.addcdiv(self, tensor1, tensor2, value=value)
 
 
-def pooled(formula: Callable[..., Tensor], indices: Callable[..., Tensor]) -> Callable[[Step], Result]:
-    """The rule of a maximum. Its node saves the indices, eight bytes each, which follow from the input too."""
+def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result]:
+    """The rule of a maximum in planes of so many dimensions."""
 
     def rule(step):
-        input, places = step.operand(0, "self"), step.saved("result1")
-        step.replace_saved(places, indices, input, *step.arguments(*WINDOW, "dilation", "ceil_mode"))
-        return formula, (input, places), ()
+        input, indices = step.operand(0, "self"), step.saved("result1")
+        step.narrow(indices, torch.uint16 if math.prod(input.sizes[-dims:]) <= 2**16 else torch.int32)
+        return formula, (input, indices), ()
 
     return rule
 
@@ -205,16 +206,8 @@ def max_pool2d(input, indices):
     return _gathered(input.flatten(-2), indices.flatten(-2), indices)
 
 
-def max_pool2d_indices(input, *window):
-    return aten.max_pool2d_with_indices(input, *window)[1]
-
-
 def max_pool3d(input, indices):
     return _gathered(input.flatten(-3), indices.flatten(-3), indices)
-
-
-def max_pool3d_indices(input, *window):
-    return aten.max_pool3d_with_indices(input, *window)[1]
 
 
 def _gathered(planes, indices, like):
@@ -341,8 +334,8 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "AvgPool2DBackward0": op(aten.avg_pool2d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AvgPool3DBackward0": op(aten.avg_pool3d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AdaptiveAvgPool2DBackward0": op(adaptive_avg_pool2d, SHAPE),
-    "MaxPool2DWithIndicesBackward0": pooled(max_pool2d, max_pool2d_indices),
-    "MaxPool3DWithIndicesBackward0": pooled(max_pool3d, max_pool3d_indices),
+    "MaxPool2DWithIndicesBackward0": pooled(max_pool2d, dims=2),
+    "MaxPool3DWithIndicesBackward0": pooled(max_pool3d, dims=3),
     # views in the middle of a chain; one that is saved itself is its base and a geometry
     "ViewBackward0": unsaved(torch.reshape, SHAPE),
     "UnsafeViewBackward0": unsaved(torch.reshape, SHAPE),

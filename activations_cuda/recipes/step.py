@@ -122,9 +122,12 @@ class Step:
         """Keep this tensor for operand i, which nobody has saved."""
         return _C.recipes.keep_operand(self._hook, self.node, i, tensor)
 
-    def replace_saved(self, value: Any, formula: Callable[..., Tensor], operand: Any, *arguments: Any) -> None:
-        """Keep a recipe, formula(operand, *arguments), of what the node alone has saved, if that gives the same bits."""
-        _C.recipes.replace_kept(self._hook, self.node, value, formula, operand, arguments)
+    def narrow(self, value: Any, dtype: torch.dtype) -> None:
+        """Keep integers that nobody but the node has in fewer bytes, which hold them all."""
+        if not value.is_recipe and value.held is not None and value.held.dtype.itemsize > dtype.itemsize:
+            with computing():
+                narrow = _C.recipes.keep(value.held.to(dtype), self._hook.outer)
+            _C.recipes.replace_kept(self._hook, self.node, value, torch.Tensor.to, narrow, (value.held.dtype,))
 
     def norm(self, weight: Any) -> Any:
         """The module whose weight this value is, if the scope was given its model."""
