@@ -130,10 +130,10 @@ def draw_alternatives(path):
     """Memory over time of each way to train a model, both relative to eager, and the best of them joined."""
     result = json.loads(Path(path).read_text())
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    columns = 4
+    columns = 3
     lines = -(-len(models) // columns)
     figure, grid = plt.subplots(
-        lines, columns, figsize=(10, 1 + 2.9 * lines), layout="constrained", sharex=True, sharey=True, squeeze=False
+        lines, columns, figsize=(9, 1.2 + 2.9 * lines), layout="constrained", sharex=True, sharey=True, squeeze=False
     )
     for axis in grid.flat[len(models) :]:
         axis.set_visible(False)
@@ -151,11 +151,12 @@ def draw_alternatives(path):
         axis.xaxis.set_major_formatter("{x:g}")
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=8, labelbottom=True)
+        axis.set_xlabel("time of a step, eager = 1", fontsize=8)
+    for axis in grid[:, 0]:
+        axis.set_ylabel("peak memory, eager = 1", fontsize=8)
     grid[0][0].set_ylim(bottom=0)
-    figure.supxlabel("time of a step, eager = 1", fontsize=8)
-    figure.supylabel("peak memory, eager = 1", fontsize=8)
     handles = {label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     labels = [label for label in MARKS if label in handles]
-    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=3, fontsize=8)
     figure.suptitle(f"{result['device']}, bfloat16, torch {result['torch']}, commit {result['commit']}", fontsize=10)
     figure.savefig(Path(path).with_suffix(".png"), dpi=140)

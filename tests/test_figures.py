@@ -85,38 +85,63 @@ def test_figures_of_models():
     assert less("memory", "mobilenet_v2") in text
     assert less("time", "mobilenet_v2") in text
     assert less("memory", "squeezenet1_1") in text
-    largest = result["largest_batch"]
-    assert f"takes {largest['after']} images instead of {largest['before']}" in text
+
+
+def percents(values):
+    """The least and the most, in words."""
+    return f"{100 * min(values):.0f} to {max(values):.0%}"
 
 
 @FROM_SOURCE
 def test_figures_of_alternatives():
-    rows = json.loads((RESULTS / "nvidia-h200-alternatives.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-alternatives.json").read_text())["rows"]
 
     def line(row):
+        if "failure" in row:
+            return f"| {row['model']} | {row['way']} |  |  |  |  |  | fails |"
         same = "but for running statistics" if row["parameters_equal"] else "no"
         same = "yes" if row["losses_equal"] and row["weights_equal"] else same
         compiles = "" if row["compile_s"] is None else f"{row['compile_s']:.0f}"
         of_eager = f"{row['after_gib']:.2f} | {row['memory'] - 1:+.0%} | {row['after_ms']:.1f} | {row['time'] - 1:+.0%}"
         return f"| {row['model']} | {row['way']} | {of_eager} | {compiles} | {same} |"
 
-    assert re.findall(r"^\| .+ \| (?:yes|no|but for running statistics) \|$", BENCHMARKS, re.MULTILINE) == [*map(line, rows)]
-    times = {way: [row["time"] for row in rows if row["way"] == way] for way in ("checkpoint", "save_on_cpu")}
-    low, high = (bound(times["checkpoint"]) - 1 for bound in (min, max))
-    assert f"for {100 * low:.0f} to {high:.0%} more time" in BENCHMARKS
-    low, high = next(row["spread"] for row in rows if (row["model"], row["way"]) == ("efficientnet_b0", "checkpoint"))
-    assert f"in EfficientNet-B0 the middle 80% of them take {100 * (low - 1):.0f} to {high - 1:.0%} more time" in BENCHMARKS
-    low, high = (bound(times["save_on_cpu"]) for bound in (min, max))
-    assert f"takes {low:.0f} to {high:.0f} times the time" in BENCHMARKS
-    less = {
+    table = re.findall(r"^\| .+ \| (?:yes|no|fails|but for running statistics) \|$", BENCHMARKS, re.MULTILINE)
+    assert table == [*map(line, rows)]
+    rows = [row for row in rows if "failure" not in row]
+    assert all(row["losses_equal"] and row["weights_equal"] for row in rows if row["way"] in ("converted", "recompute"))
+    times, memories = {}, {}
+    for row in rows:
+        times.setdefault(row["way"], []).append(row["time"])
+        memories.setdefault(row["way"], []).append(row["memory"])
+    saved = {way: percents([1 - memory for memory in each]) for way, each in memories.items()}
+    more = {way: percents([time - 1 for time in each]) for way, each in times.items()}
+    text = re.sub(r"\s+", " ", BENCHMARKS)
+    assert f"**recompute** {saved['recompute']} of it for at most {max(times['recompute']) - 1:.0%} more time" in text
+    both = "recompute, every 2nd block checkpointed"
+    assert f"it is {saved[both]}, for {more[both]} more time" in text
+    assert f"saves {saved['torch.compile, budget 0.5']}, and takes less time once" in text
+    assert f"saves {saved['checkpoint']}, for {more['checkpoint']} more time" in text
+    assert f"takes {more['selective checkpoint']} more time" in text
+    takes = {way: f"takes {min(each):.0f} to {max(each):.0f} times" for way, each in times.items()}
+    assert f"saves the most, and {takes['save_on_cpu']} the time" in text
+    assert f"no recipe, and {takes['recompute within save_on_cpu']}." in text
+    of_mobilenet = {
         row["way"]: [f"{abs(1 - row[what]):.0%}" for what in ("memory", "time")]
         for row in rows
         if row["model"] == "mobilenet_v2"
     }
     text = README.replace("\n", " ")
-    assert "converting saves {} of the memory and {} of the time".format(*less["converted"]) in text
-    assert "checkpointing its blocks saves {} and takes {} more time".format(*less["checkpoint"]) in text
-    assert "a budget of 0.5 saves {} and takes {} less".format(*less["torch.compile, budget 0.5"]) in text
+    assert "converting saves {} of the memory and {} of the time".format(*of_mobilenet["converted"]) in text
+    assert "recomputing {} and {}, bit for bit".format(*of_mobilenet["recompute"]) in text
+    assert "checkpointing its blocks saves {} and takes {} more time".format(*of_mobilenet["checkpoint"]) in text
+    assert "a budget of 0.5 saves {} and takes {} less".format(*of_mobilenet["torch.compile, budget 0.5"]) in text
+
+
+@FROM_SOURCE
+def test_figures_of_batches():
+    result = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-batches.json").read_text())
+    lines = [f"| {row['model']} | {row['eager']} | {row['converted']} | {row['recompute']} |" for row in result["rows"]]
+    assert "\n".join(lines) in BENCHMARKS and f"may have {result['cap_gib']:.0f} GiB" in BENCHMARKS
 
 
 @FROM_SOURCE
@@ -174,6 +199,9 @@ def test_figures_of_recompute():
     assert all(row[f"{what}_equal"] for row in rows for what in ("losses", "weights", "recipes"))
     least, *_, most = sorted(1 - row["memory"] for row in rows if row["dtype"] == "bfloat16" and "," not in row["model"])
     assert f"in {least:.0%}".rstrip("%") + f" to {most:.0%} less memory" in README
+    less = {row["model"]: f"{1 - row['memory']:.0%}" for row in rows}
+    heads = [less[f"{model}, language model"] for model in ("GPT-2", "Llama")]
+    assert "GPT-2 needs {} less, Llama {}".format(*heads) in README
     of_readme = re.findall(r"^\| .+ \| \d+ \| .+% \|$", README, re.MULTILINE)
     lines = {f"| {row['model']} | {row['batch']} | {gib(row)} | {changes(row, 'memory', 'kernels', 'time')} |" for row in rows}
     assert len(of_readme) == 8 and set(of_readme) <= lines and f"has all {len(rows)} rows" in README

@@ -42,9 +42,6 @@ struct Smooth {
   Tensor (*backward)(const Tensor& grad, const Tensor& input);
   // What PyTorch's CUDA kernel multiplies a gradient by, in float32: one factor, or two, one after the other.
   std::vector<Tensor> (*factors)(const Tensor& input);
-  // The step of recipes/program.h that is its gradient in float32 on a GPU, or null.
-  const char* gradient_step;
-
   struct OfDtype {
     // Of the code, one of the two in code_bits: what the inputs that share an output need. In float16 hundreds of
     // inputs of silu, mish and gelu have the output -0 and gradients that differ.
@@ -53,6 +50,9 @@ struct Smooth {
     // tensor the entries that are met aren't in a cache yet; in float16 they are eight times as many.
     int64_t tabulates_from;
   } bfloat16, half;
+
+  // The step of recipes/program.h that is its gradient in float32 on a GPU, if there is one.
+  const char* gradient_step = nullptr;
 
   static constexpr int kDevices = 1 + 128;  // the CPU, and the GPUs
   mutable std::array<TablesSlot, 2 * kDevices> slots = {};
@@ -94,8 +94,8 @@ struct Gelu {
   static Tensor tanh_backward(const Tensor& grad, const Tensor& input) { return at::gelu_backward(grad, input, "tanh"); }
 
   inline static const Smooth activations[] = {
-      {"gelu", none, none_inplace, none_backward, one_factor<none_backward>, nullptr, {8, 1 << 22}, {10, kNever}},
-      {"gelu_tanh", tanh, tanh_inplace, tanh_backward, one_factor<tanh_backward>, nullptr, {5, 1 << 25}, {8, kNever}},
+      {"gelu", none, none_inplace, none_backward, one_factor<none_backward>, {8, 1 << 22}, {10, kNever}},
+      {"gelu_tanh", tanh, tanh_inplace, tanh_backward, one_factor<tanh_backward>, {5, 1 << 25}, {8, kNever}},
   };
 
   using Parameters = std::tuple<c10::string_view>;
@@ -118,7 +118,7 @@ struct Silu : WithoutParameters<Silu> {
   }
 
   inline static const Smooth activations[] = {
-      {"silu", at::silu, at::silu_, at::silu_backward, factors, "silu_gradient", {5, 1 << 26}, {10, kNever}},
+      {"silu", at::silu, at::silu_, at::silu_backward, factors, {5, 1 << 26}, {10, kNever}, "silu_gradient"},
   };
 };
 
@@ -129,7 +129,6 @@ struct Hardswish : WithoutParameters<Hardswish> {
        at::hardswish_,
        at::hardswish_backward,
        one_factor<at::hardswish_backward>,
-       nullptr,
        {5, kNever},
        {8, kNever}},
   };
@@ -137,7 +136,7 @@ struct Hardswish : WithoutParameters<Hardswish> {
 
 struct Mish : WithoutParameters<Mish> {
   inline static const Smooth activations[] = {
-      {"mish", at::mish, at::mish_, at::mish_backward, one_factor<at::mish_backward>, nullptr, {5, 0}, {10, 1 << 22}},
+      {"mish", at::mish, at::mish_, at::mish_backward, one_factor<at::mish_backward>, {5, 0}, {10, 1 << 22}},
   };
 };
 
