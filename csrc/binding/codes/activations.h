@@ -42,6 +42,7 @@ struct Smooth {
   Tensor (*backward)(const Tensor& grad, const Tensor& input);
   // What PyTorch's CUDA kernel multiplies a gradient by, in float32: one factor, or two, one after the other.
   std::vector<Tensor> (*factors)(const Tensor& input);
+
   struct OfDtype {
     // Of the code, one of the two in code_bits: what the inputs that share an output need. In float16 hundreds of
     // inputs of silu, mish and gelu have the output -0 and gradients that differ.
