@@ -259,6 +259,19 @@ def test_indices_that_somebody_has_stay(device):
         loss.backward()
 
 
+def test_max_pooling_within_other_hooks(device):
+    """Which were given the indices already."""
+    x = torch.randn(1, 8, 9, 9, device=device, requires_grad=True)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.detach(),), lambda packed: packed[0]),
+        Scope() as scope,
+    ):
+        loss = Keep.apply(F.max_pool2d(Keep.apply(x), 2)).sum()
+    assert [value.source for value in scope.values() if value.is_recipe] == ["MaxPool2DWithIndicesBackward0"]
+    plain = Keep.apply(F.max_pool2d(Keep.apply(x), 2)).sum()
+    assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (loss, plain)))
+
+
 def test_numbers_that_need_all_bytes_stay(monkeypatch, device):
     """What is narrowed is compared like any recipe."""
     monkeypatch.setattr(rules.math, "prod", lambda sizes: 1)

@@ -123,10 +123,13 @@ class Step:
         return _C.recipes.keep_operand(self._hook, self.node, i, tensor)
 
     def narrow(self, value: Any, dtype: torch.dtype) -> None:
-        """Keep integers that nobody but the node has in fewer bytes, which hold them all."""
-        if not value.is_recipe and value.held is not None and value.held.dtype.itemsize > dtype.itemsize:
+        """Keep integers that nobody but the node has in fewer bytes, which hold them all.
+
+        What the hooks around the scope have been given stays theirs.
+        """
+        if self._hook.outer is None and not value.is_recipe and isinstance(value.held, Tensor):
             with computing():
-                narrow = _C.recipes.keep(value.held.to(dtype), self._hook.outer)
+                narrow = _C.recipes.keep(value.held.to(dtype), None)
             _C.recipes.replace_kept(self._hook, self.node, value, torch.Tensor.to, narrow, (value.held.dtype,))
 
     def norm(self, weight: Any) -> Any:
