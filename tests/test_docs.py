@@ -32,6 +32,14 @@ def test_the_readme_is_short():
 
 
 @FROM_SOURCE
+def test_all_pages_have_the_version():
+    version = activations_cuda.__version__
+    assert f"activations_cuda-{version}-cp" in PAGES["README.md"] and f"activations_cuda-{version}-cp" in PAGES["install.md"]
+    assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert (ROOT / "CHANGELOG.md").read_text().split("## ")[1].startswith(f"{version} (")
+
+
+@FROM_SOURCE
 def test_bits_of_the_codes():
     bits = {str(row): row.bits for row in SMOOTH}
     for name, first in (("gelu", "gelu_none"), ("silu", "silu"), ("hardswish", "hardswish"), ("mish", "mish")):
