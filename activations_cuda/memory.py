@@ -156,7 +156,7 @@ class _Recomputed:
 
             def pack(tensor):
                 value = pack_value(tensor)
-                values.append((weakref.ref(value), tensor.nbytes))
+                values.append((weakref.ref(value), tensor.nbytes, running()))
                 for storage in _kept_storages(value):
                     first.setdefault(StorageWeakRef(storage), running())
                 return value
@@ -165,9 +165,11 @@ class _Recomputed:
                 output = model(*args, **kwargs)
         own = {StorageWeakRef(storage) for tensor in (*model.parameters(), *model.buffers()) for storage in storages_of(tensor)}
         kept = {}
-        for reference, size in values:
+        for reference, size, module in values:
             if (value := reference()) is not None:
-                kept.update((StorageWeakRef(storage), storage.nbytes()) for storage in _kept_storages(value))
+                for storage in _kept_storages(value):
+                    kept[StorageWeakRef(storage)] = storage.nbytes()
+                    first.setdefault(StorageWeakRef(storage), module)  # what took a kept tensor's place since
                 if value.is_recipe:
                     self.rules[value.source] += size
         del output  # until here it holds all that was counted

@@ -287,3 +287,40 @@ def test_report_of_the_scope_is_what_the_allocator_counts(name):
     kept = requested_bytes() - before + x.nbytes
     del output
     assert abs(report.recompute / kept - 1) < 0.01
+
+
+class Pooled(nn.Module):
+    """A pool whose output nobody saves, beside what no rule gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.other = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1)
+        self.head = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(nn.functional.max_pool2d(x, 2) + self.other(x))
+
+
+class Joined(nn.Module):
+    """A constant and what a rule gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        y = self.stem(x).exp()
+        z = torch.stack([torch.ones_like(y), y], 1).flatten(1, 2)
+        return self.head(torch.cat([torch.ones_like(y), y], 1)) + self.head(z)
+
+
+@pytest.mark.parametrize("kind", [Pooled, Joined])
+def test_report_of_what_has_no_rule(kind):
+    model, x = kind(), torch.randn(2, 3, 16, 16)
+    report = memory_report(model, x, recompute=True)
+    with Scope(check=False) as scope:
+        output = model(x)
+    assert report.recompute == scope.bytes(model) and sum(layer.recompute for layer in report.layers) == report.recompute
+    assert not {"CatBackward0", "StackBackward0"} & set(report.recomputed)
+    del output

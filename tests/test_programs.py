@@ -132,10 +132,11 @@ def test_gradient(formula, dtype, shape, layout, device):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("formula", [*norms.NATIVE, norms._group_norm_affine, rules.same], ids=lambda f: f.__name__)
-def test_gradient_in_float32(shape, formula, device):
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+def test_gradient_in_float32(layout, shape, formula, device):
     """By a step, whose exponential is CUDA's."""
-    x, operands, arguments, z = case(formula, torch.float32, shape, torch.channels_last, device)
-    grad = numbers(shape, device).contiguous(memory_format=torch.channels_last)
+    x, operands, arguments, z = case(formula, torch.float32, shape, layout, device)
+    grad = numbers(shape, device).contiguous(memory_format=layout)
     found = _C.recipes.gradient(_C.recipes.recipe(z, formula, (x, *operands), arguments), grad, "silu_gradient")
     expected = torch.ops.aten.silu_backward(grad, z)
     if device == "cpu" or formula not in programs.PROGRAMS:

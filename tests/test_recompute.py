@@ -675,14 +675,15 @@ def test_derivatives_of_an_activation_that_wrote():
         same_with_scope(inplace(function))
 
 
-def test_an_activation_that_writes_copies_nothing(device):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_activation_that_writes_copies_nothing(dtype, device):
     torch.manual_seed(0)
     x = torch.randn(4, 8, 6, 6, device=device, requires_grad=True)
     norm = nn.BatchNorm2d(8).to(device)
     profile = torch.profiler.profile(acc_events=True)
     for profiled in (contextlib.nullcontext(), profile):  # tables and formulas are found first
-        with torch.autocast(device, torch.bfloat16), recompute():
-            z = norm(Keep.apply(x.bfloat16()))
+        with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16), recompute():
+            z = norm(Keep.apply(x.to(dtype)))
             with profiled:
                 y = _C.silu_(z)
         grad = torch.ones_like(y)

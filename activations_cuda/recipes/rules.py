@@ -61,7 +61,7 @@ def cat(*tensors_and_dim):
 def concatenated(step: Step) -> Result:
     """Of what isn't known nothing may be there: a cache is empty at first."""
     (dim,) = step.arguments("dim")
-    operands = [operand for operand in _joined(step) if operand is not None]
+    operands = [each for each in _joined(step) if each is not None and len(each.sizes) == len(step.shape)]
     if sum(operand.sizes[dim] for operand in operands) != step.shape[dim]:
         raise Underivable
     return cat, tuple(operands), (dim,)

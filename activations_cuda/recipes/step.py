@@ -129,7 +129,7 @@ class Step:
         """
         if self._hook.outer is None and not value.is_recipe and isinstance(value.held, Tensor):
             with computing():
-                narrow = _C.recipes.keep(value.held.to(dtype), None)
+                narrow = _C.recipes.keep(value.tensor().to(dtype), None)  # which another stream may have made
             _C.recipes.replace_kept(self._hook, self.node, value, torch.Tensor.to, narrow, (value.held.dtype,))
 
     def norm(self, weight: Any) -> Any:

@@ -41,8 +41,8 @@ struct SmoothFields {
   }
 };
 
-// Whether an activation's step for the gradient in float32 gives the bits of PyTorch's op on this device: tried once, with
-// numbers of every magnitude.
+// Whether an activation's step for the gradient in float32 gives the bits of PyTorch's op on this device: tried with numbers
+// of every magnitude, once that can be.
 bool fits(const Smooth& activation, c10::Device device) {
   static std::map<std::pair<const Smooth*, c10::DeviceIndex>, bool> known;  // under the GIL
   const auto key = std::make_pair(&activation, device.index());
@@ -52,15 +52,20 @@ bool fits(const Smooth& activation, c10::Device device) {
   if (is_capturing(device)) {
     return false;  // comparing waits for the device
   }
-  const at::Tensor some = at::arange(1 << 20, at::dtype(at::kInt).device(device));
-  const at::Tensor input = (some * 4097).view(at::kFloat), grad = (some * 40503).view(at::kFloat);
-  const auto found =
-      compute_gradient(value_of(keep(input, py::none(), py::none())), grad, activation.gradient_step, /*is_alone=*/true);
-  const at::Tensor expected = activation.backward(grad, input);
-  const auto is_same = [&] {
-    return found->view(at::kInt).eq(expected.view(at::kInt)).logical_or(found->isnan().logical_and(expected.isnan())).all();
-  };
-  return known[key] = found && is_same().item<bool>();
+  try {
+    const at::Tensor some = at::arange(1 << 20, at::dtype(at::kInt).device(device));
+    const at::Tensor input = (some * 4097).view(at::kFloat), grad = (some * 40503).view(at::kFloat);
+    const py::object value = keep(input, py::none(), py::none());
+    const auto found = compute_gradient(value_of(value), grad, activation.gradient_step, /*is_alone=*/true);
+    if (!found) {
+      return false;
+    }
+    const at::Tensor expected = activation.backward(grad, input);
+    const at::Tensor same = found->view(at::kInt).eq(expected.view(at::kInt));
+    return known[key] = same.logical_or(found->isnan().logical_and(expected.isnan())).all().item<bool>();
+  } catch (const c10::OutOfMemoryError&) {
+    return false;  // later there may be room
+  }
 }
 
 struct SmoothBackward : Node {
