@@ -251,6 +251,9 @@ RECOMPUTE = [
         "8; ++i) {\n      packed",
     ),
     Mutant("a mask that was written to", RECIPES + "masks.py", " and version == base._version", ""),
+    Mutant("indices that somebody has", HOOK, "value.held.storage().use_count() > 1", "false"),
+    Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(input.sizes[-dims:]) <= 2**16", "if True"),
+    Mutant("any power", FUSION, "step.reference[0].number != 2 && step.reference[0].number != 3", "false"),
     Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),
 ]
 OUTCOMES = {True: "caught", False: "all pass", None: "can't tell"}
