@@ -44,7 +44,11 @@ template <int vectors_, int dims_, class... Steps>
 struct Form {
   static constexpr bool is_known = true, is_along = false;
   static constexpr int vectors = vectors_, dims = dims_, steps = sizeof...(Steps);
-  static constexpr int blocks = 0;  // of a multiprocessor, at least: for ptxas to say
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
+  static constexpr int blocks = 1;  // of a multiprocessor, at least: for more ptxas would spill registers here
+#else
+  static constexpr int blocks = 0;  // for ptxas to say
+#endif
 
   FASTACT_HOST_DEVICE static constexpr Code code(int k) {
     constexpr Code all[] = {Steps::code...};
