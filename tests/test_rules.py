@@ -1,6 +1,7 @@
 """Each rule of recompute alone: values, gradients, strides, and that it saves something."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -274,7 +275,7 @@ def test_max_pooling_within_other_hooks(device):
 
 def test_numbers_that_need_all_bytes_stay(monkeypatch, device):
     """What is narrowed is compared like any recipe."""
-    monkeypatch.setattr(rules.math, "prod", lambda sizes: 1)
+    monkeypatch.setattr(rules, "math", SimpleNamespace(prod=lambda sizes: 1))
     x = torch.arange(2**17, dtype=torch.float32, device=device).view(1, 1, -1, 2**8).requires_grad_()
     for _ in range(2):
         with Scope(check=False) as scope:
