@@ -127,10 +127,7 @@ class Step:
 
         What the hooks around the scope have been given stays theirs.
         """
-        if self._hook.outer is None and not value.is_recipe and isinstance(value.held, Tensor):
-            with computing():
-                narrow = _C.recipes.keep(value.tensor().to(dtype), None)  # which another stream may have made
-            _C.recipes.replace_kept(self._hook, self.node, value, torch.Tensor.to, narrow, (value.held.dtype,))
+        _C.recipes.narrow(self._hook, self.node, value, dtype)
 
     def norm(self, weight: Any) -> Any:
         """The module whose weight this value is, if the scope was given its model."""

@@ -40,6 +40,11 @@ enum class Code : uint8_t {
 #undef STEP
 };
 
+// The exponents of the step `power`.
+constexpr bool is_known_exponent(float a) {
+  return a == 2 || a == 3;
+}
+
 enum class Element : uint8_t { float32, float16, bfloat16, bit };
 
 // What a step reads: an operand by its index, what was stashed, or a number.

@@ -74,7 +74,8 @@ struct SmoothImplementation {
 
   static Tensor autograd(DispatchKeySet keys, const Tensor& self, Parameters... parameters) {
     const Smooth* activation = Op::activation(parameters...);
-    if (!activation || !is_recorded(self)) {
+    const bool is_in_scope = recipes::is_in_scope();
+    if (!activation || !is_recorded(self, is_in_scope)) {
       return Op::pytorch(self, parameters...);
     }
     const auto undifferentiated = [&] {
@@ -85,7 +86,7 @@ struct SmoothImplementation {
     if (!needs_gradient_alone(self)) {
       return needs_derivative(self) ? Op::pytorch(self, parameters...) : undifferentiated();
     }
-    if (recipes::is_in_scope()) {
+    if (is_in_scope) {
       Tensor output = undifferentiated();
       recipes::record_input(*activation, origin(parameters...), self, output);
       return output;
@@ -101,10 +102,11 @@ struct SmoothImplementation {
 
   static Tensor& autograd_inplace(DispatchKeySet keys, Tensor& self, Parameters... parameters) {
     const Smooth* activation = Op::activation(parameters...);
-    if (!activation || !is_recorded(self) || !needs_gradient_alone(self)) {
+    const bool is_in_scope = recipes::is_in_scope();
+    if (!activation || !is_recorded(self, is_in_scope) || !needs_gradient_alone(self)) {
       return Op::pytorch_inplace(self, parameters...);
     }
-    if (recipes::is_in_scope()) {
+    if (is_in_scope) {
       return self.is_non_overlapping_and_dense() ? inplace_with_input(keys, *activation, self, parameters...)
                                                  : Op::pytorch_inplace(self, parameters...);
     }
@@ -125,9 +127,9 @@ struct SmoothImplementation {
 
  private:
   // Whether this package's node can take the place of PyTorch's.
-  static bool is_recorded(const Tensor& self) {
+  static bool is_recorded(const Tensor& self, bool is_in_scope) {
     const auto dtype = self.scalar_type();
-    return is_plain(self) && (is_half(dtype) || (dtype == at::kFloat && recipes::is_in_scope()));
+    return is_plain(self) && (is_half(dtype) || (dtype == at::kFloat && is_in_scope));
   }
 
   static recipes::SmoothOrigin origin(Parameters... parameters) {

@@ -251,10 +251,7 @@ class Builder {
         return false;
       }
     }
-    if (step.code == Code::power && step.reference[0].number != 2 && step.reference[0].number != 3) {
-      return false;
-    }
-    return add(step);
+    return (step.code != Code::power || is_known_exponent(step.reference[0].number)) && add(step);
   }
 
   // A reference to a number: of the formula, an argument, or an operand that is one or None.

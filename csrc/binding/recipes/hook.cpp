@@ -43,8 +43,9 @@ struct Callbacks {
         is_right(given["is_right"]),
         as_strided(given["as_strided"]),
         same(given["same"]),
+        cast(given["cast"]),
         failed(given["failed"]),
-        cast(py::str(given["cast_node"])),
+        cast_node(py::str(given["cast_node"])),
         shape(given["shape"]),
         dtype(given["dtype"]) {}
 
@@ -52,13 +53,13 @@ struct Callbacks {
   py::object of_all_outputs;  // names of the nodes whose rules are for every output
   py::object underivable;     // the exception
   py::tuple plain_types;
-  py::object step;              // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
-  py::object mask;              // (hook, tensor) -> a value
-  py::object is_right;          // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
-  py::object as_strided, same;  // the formulas of views and copies
-  py::object failed;            // (tensor, error)
-  py::str cast;                 // the name of a cast's node
-  py::object shape, dtype;      // what stands among a rule's arguments for the output's own
+  py::object step;                    // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
+  py::object mask;                    // (hook, tensor) -> a value
+  py::object is_right;                // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object as_strided, same, cast;  // formulas: of views, of copies, and torch.Tensor.to
+  py::object failed;                  // (tensor, error)
+  py::str cast_node;                  // the name of a cast's node
+  py::object shape, dtype;            // what stands among a rule's arguments for the output's own
 };
 
 Callbacks* callbacks = nullptr;
@@ -110,6 +111,10 @@ py::object wrapped(const at::Tensor& tensor) {
 
 py::object wrapped(const NodePointer& node) {
   return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
+}
+
+py::object dtype_object(at::ScalarType dtype) {
+  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
 }
 
 py::object name_of(const Node& node) {
@@ -187,7 +192,7 @@ py::object find_leaf(const at::Tensor& parameter, const Node& reader, const Node
     note(value, node, number);
     return value;
   }
-  if (depth > 1 || !name_of(reader).equal(callbacks->cast)) {
+  if (depth > 1 || !name_of(reader).equal(callbacks->cast_node)) {
     return sharding.is_there ? copy_of(parameter) : py::object();
   }
   py::object value = keep(parameter, py::none(), py::none());  // a module's own weight, cast
@@ -311,6 +316,24 @@ at::DimVector sizes_of(const torch::autograd::InputMetadata& meta) {
 #endif
 }
 
+// Gives a recipe the formula that fits its configuration, or has it tried. False if none fits.
+bool choose(const py::object& object, bool is_assumed) {
+  Value& recipe = value_of(object);
+  const auto known = chosen().find(recipe.configuration);
+  const bool is_known = known != chosen().end();
+  if (is_known && known->second.formula.is_none()) {
+    return false;
+  }
+  if ((!is_known || is_assumed) && Derivation::current) {
+    Derivation::current->untried.emplace_back(object, recipe.formula);
+  }
+  if (is_known) {
+    recipe.formula = known->second.formula;
+    recipe.fuses = known->second.fuses;
+  }
+  return true;
+}
+
 // Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
 bool complete(Step& step, const py::object& name, const py::object& object, bool is_assumed) {
   Value& recipe = value_of(object);
@@ -362,17 +385,8 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
   append(numbers, recipe.dtype, meta.device());
   recipe.configuration = number_of(numbers);
 
-  const auto known = chosen().find(recipe.configuration);
-  const bool is_known = known != chosen().end();
-  if (is_known && known->second.formula.is_none()) {
+  if (!choose(object, is_assumed)) {
     return false;
-  }
-  if ((!is_known || is_assumed) && Derivation::current) {
-    Derivation::current->untried.emplace_back(object, recipe.formula);
-  }
-  if (is_known) {
-    recipe.formula = known->second.formula;
-    recipe.fuses = known->second.fuses;
   }
   for (const py::object& each : recipe.operands) {
     if (is_value(each)) {
@@ -415,8 +429,7 @@ const Data& data_of(const py::object& rule) {
 py::object argument(Step& step, PyObject* name) {
   const auto& meta = step.node->input_metadata(step.number);
   if (name == callbacks->dtype.ptr()) {
-    return py::reinterpret_borrow<py::object>(
-        reinterpret_cast<PyObject*>(torch::getTHPDtype(c10::typeMetaToScalarType(meta.dtype()))));
+    return dtype_object(c10::typeMetaToScalarType(meta.dtype()));
   }
   if (name == callbacks->shape.ptr()) {
     const at::DimVector sizes = sizes_of(meta);
@@ -485,6 +498,25 @@ py::object derive(Step step) {
   return result || data.otherwise.is_none() ? result : by_function(step, name, data.otherwise);
 }
 
+bool assumes(py::handle hook) {
+  return attribute(hook, NAME("assumes")).ptr() == Py_True;
+}
+
+// Whether a recipe gives its tensor, of which the untried ones and a scope that checks want proof.
+bool is_right(
+    py::handle hook, const py::object& recipe, const Derivation& derivation, const NodePointer& node,
+    const at::Tensor& tensor) {
+  const bool is_checked = attribute(hook, NAME("check")).ptr() == Py_True;
+  if (assumes(hook) || (derivation.untried.empty() && !is_checked)) {
+    return true;
+  }
+  py::list untried;
+  for (const auto& [each, formula] : derivation.untried) {
+    untried.append(py::make_tuple(each, formula));
+  }
+  return py::cast<bool>(callbacks->is_right(hook, recipe, untried, wrapped(node), wrapped(tensor)));
+}
+
 // A recipe that replaces a tensor, or null.
 py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor) {
   Derivation derivation;
@@ -493,21 +525,14 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
     return {};
   }
   Value& recipe = value_of(object);
-  if (attribute(hook, NAME("assumes")).ptr() != Py_True) {
+  if (!assumes(hook)) {
     if (recipe.version > recipe.max_writes) {
       return {};  // somebody has written to it since its op
     }
     recipe.replaced = torch::autograd::impl::version_counter(tensor);
-    const bool is_checked = attribute(hook, NAME("check")).ptr() == Py_True;
-    if (!derivation.untried.empty() || is_checked) {
-      py::list untried;
-      for (const auto& [each, formula] : derivation.untried) {
-        untried.append(py::make_tuple(each, formula));
-      }
-      if (!py::cast<bool>(callbacks->is_right(hook, object, untried, wrapped(node), wrapped(tensor)))) {
-        return {};
-      }
-    }
+  }
+  if (!is_right(hook, object, derivation, node, tensor)) {
+    return {};
   }
   for (const auto& [output, value] : derivation.between) {
     note(value.first, value.second, output.second);
@@ -536,42 +561,29 @@ py::object recipe_of(
   return object;
 }
 
-// Makes of a kept tensor a recipe, formula(operand, *arguments), if nobody else has the tensor and the recipe gives it.
-void replace_kept(
-    py::handle hook, const NodePointer& node, const py::object& object, const py::object& formula, const py::object& operand,
-    const py::tuple& arguments) {
+// Keeps integers that only this node has saved in a narrower dtype, which holds them all: the value becomes a cast back.
+void narrow(py::handle hook, const NodePointer& node, const py::object& object, at::ScalarType dtype) {
   Value& value = value_of(object);
-  const bool is_assumed = attribute(hook, NAME("assumes")).ptr() == Py_True;
-  if (!value.held.defined() || value.readers != 1 || !value.is_current() || value_of(operand).depth >= kMaxDepth ||
-      (!is_assumed && value.held.storage().use_count() > 1)) {
+  if (!value.held.defined() || value.readers != 1 || !value.is_current() ||
+      (!assumes(hook) && value.held.storage().use_count() > 1)) {
     return;
   }
-  Configuration numbers = {-6, number_of_object(formula)};
-  for (const py::handle argument : arguments) {
-    numbers.push_back(number_of_object(argument));
-  }
-  const at::Tensor tensor = value.held;
-  const py::object replacing = recipe_of("", formula, operand, arguments, tensor, std::move(numbers));
+  const at::Tensor tensor = value.tensor();  // which another stream may have made
+  const at::NoGradGuard no_grad;
+  const py::object operand = keep(tensor.to(dtype), py::none(), py::none());
+  const auto original = tensor.scalar_type();
+  const py::tuple arguments = py::make_tuple(dtype_object(original));
+  const py::object replacing = recipe_of("", callbacks->cast, operand, arguments, tensor, {-6, static_cast<int64_t>(original)});
   Value& recipe = value_of(replacing);
-  const auto known = chosen().find(recipe.configuration);
-  const bool is_known = known != chosen().end(), is_checked = attribute(hook, NAME("check")).ptr() == Py_True;
-  bool is_right = !is_known || !known->second.formula.is_none();
-  if (is_right && !is_assumed && (!is_known || is_checked)) {
-    py::list untried;
-    if (!is_known) {
-      untried.append(py::make_tuple(replacing, formula));
-    }
-    is_right = py::cast<bool>(callbacks->is_right(hook, replacing, untried, wrapped(node), wrapped(tensor)));
-  }
-  if (!is_right) {
-    --value_of(operand).readers;
+  Derivation derivation;
+  if (!choose(replacing, /*is_assumed=*/false) || !is_right(hook, replacing, derivation, node, tensor)) {
     return;
   }
   value.take_layout_of(tensor);
   value.source = name_of(*node);
-  value.formula = formula;
+  value.formula = recipe.formula;
   value.operands = recipe.operands;
-  value.arguments = arguments;
+  value.arguments = recipe.arguments;
   value.roots = recipe.roots;
   value.depth = recipe.depth;
   value.configuration = recipe.configuration;
@@ -813,10 +825,9 @@ void add_hook(py::module_& module) {
     note(value, edge.function, edge.input_nr);
     return value;
   });
-  module.def(
-      "replace_kept",
-      [](py::handle hook, py::handle node, const py::object& value, const py::object& formula, const py::object& operand,
-         const py::tuple& arguments) { replace_kept(hook, node_behind(node), value, formula, operand, arguments); });
+  module.def("narrow", [](py::handle hook, py::handle node, const py::object& value, py::handle dtype) {
+    narrow(hook, node_behind(node), value, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  });
   module.def("view_of", [](const py::object& base, py::handle view, py::handle of) {
     return view_of(base, THPVariable_Unpack(view.ptr()), THPVariable_Unpack(of.ptr()));
   });
