@@ -105,10 +105,11 @@ def _failed(tensor, error):
     log.debug("recompute: kept a tensor of shape %s: %r", list(tensor.shape), error)
 
 
-def _as_strided(base, shape, stride, offset):
-    return base.as_strided(shape, stride, base.storage_offset() + offset)
+# In bytes: to compute less again takes time for next to no memory. A parameter's copy in another dtype isn't one of many.
+SMALLEST = 2**14
+SMALLEST_COPY_OF_PARAMETER = 2**20
 
-
+_C.recipes.set_smallest(SMALLEST, SMALLEST_COPY_OF_PARAMETER)
 _C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, _C.recipes.unpack_mask, torch.reshape)
 _C.recipes.set_up(
     in_place=IN_PLACE,
@@ -121,7 +122,8 @@ _C.recipes.set_up(
     step=_step,
     mask=masks.value_of,
     is_right=_is_right,
-    as_strided=_as_strided,
+    functions=_C,
+    as_strided=torch.as_strided,
     same=same,
     failed=_failed,
     cast_node="ToCopyBackward0",

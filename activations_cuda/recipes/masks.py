@@ -10,8 +10,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from activations_cuda import _C
 from activations_cuda.recipes.step import computing
 
-SMALLEST = 64  # of elements that are worth it
-
 # A mask may be saved many times: the version that was packed, and weak references to its value and to the hook that it met.
 _packed = WeakIdKeyDictionary()
 
@@ -24,7 +22,7 @@ def value_of(hook: Any, tensor: Tensor) -> Any:
     """
     base = tensor if tensor._base is None else tensor._base
     is_whole = base.dtype is torch.bool and base.numel() == base.untyped_storage().nbytes()
-    if not is_whole or not SMALLEST <= base.numel() <= 2 * tensor.numel():
+    if not is_whole or not 0 < base.numel() <= 2 * tensor.numel():
         return _C.recipes.keep(tensor, hook.outer)
     version, reference, met = _packed.get(base, (None, None, None))
     if met is not None and met() is not hook:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from activations_cuda import _C
 from activations_cuda.recipes import norms
-from activations_cuda.recipes.step import DTYPE, LEAF, SHAPE, Op, Result, Step, Underivable
+from activations_cuda.recipes.step import DTYPE, SHAPE, Op, Result, Step, Underivable
 
 aten = torch.ops.aten
 
@@ -46,10 +46,6 @@ def one_of(formula: Callable[..., Any], *arguments: str) -> Callable[[Step], Res
     return lambda step: (output, (step.operand(0),), (step.number, *step.arguments(*arguments)))
 
 
-def _joined(step):
-    return [step.operand(i) for i in range(len(step.node.next_functions))]
-
-
 def indexed(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
     return lambda step: (formula, (step.operand(0, "self"), *step.arguments("dim"), step.saved("index")), ())
 
@@ -58,39 +54,12 @@ def cat(*tensors_and_dim):
     return torch.cat(tensors_and_dim[:-1], tensors_and_dim[-1])
 
 
-def concatenated(step: Step) -> Result:
-    """Of what isn't known nothing may be there: a cache is empty at first."""
-    (dim,) = step.arguments("dim")
-    operands = [each for each in _joined(step) if each is not None and len(each.sizes) == len(step.shape)]
-    if sum(operand.sizes[dim] for operand in operands) != step.shape[dim]:
-        raise Underivable
-    return cat, tuple(operands), (dim,)
-
-
 def stack(*tensors_and_dim):
     return torch.stack(tensors_and_dim[:-1], tensors_and_dim[-1])
 
 
-def stacked(step: Step) -> Result:
-    operands = _joined(step)
-    if None in operands:
-        raise Underivable
-    return stack, tuple(operands), step.arguments("dim")
-
-
 def same(input: Tensor) -> Tensor:
     return input
-
-
-def narrowed(step: Step) -> Result:
-    """A cast of what nobody kept: a float32 tensor that came from a half type goes back to it without loss."""
-    node, number = step.node.next_functions[0]
-    if node is None or node.name() == LEAF or step.tensor is None or step.meta.dtype is not torch.float32:
-        raise Underivable
-    source = node._input_metadata[number]  # type: ignore[attr-defined]
-    if source.device != step.meta.device or source.dtype not in norms.HALVES:
-        raise Underivable
-    return torch.Tensor.to, (step.keep_operand(0, step.tensor.to(source.dtype)),), (step.meta.dtype,)
 
 
 def _at_first(mask, tensor):
@@ -142,9 +111,8 @@ def rrelu(step: Step) -> Result:
     return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
 
 
-def dropout(step: Step) -> Result:
-    (p,) = step.arguments("p")
-    return scaled, (step.operand(0), step.saved("result1")), (0.0 if p == 1 else 1 / (1 - p),)
+def scale_of_dropout(p: float) -> tuple[float]:
+    return (0.0 if p == 1 else 1 / (1 - p),)
 
 
 def scaled(input, mask, scale):
@@ -153,14 +121,6 @@ def scaled(input, mask, scale):
 
 def where(step: Step) -> Result:
     return torch.where, (step.saved("condition"), step.operand(0), step.operand(1)), ()
-
-
-def activation(step: Step) -> Result:
-    """This package's own nodes, which say of which function they are."""
-    function, parameters = step.arguments("function", "parameters")
-    if function is None:
-        raise Underivable  # a gradient
-    return getattr(_C, function), (step.operand(0),), parameters
 
 
 def embedding(step: Step) -> Result:
@@ -264,8 +224,6 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "ThresholdBackward0": threshold,
     "RreluWithNoiseBackward0": rrelu,
     "GluBackward0": op(F.glu, "dim"),
-    "MaskedScaleBackward": activation,
-    "SmoothBackward": activation,
     # normalisations
     "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "eps"),
     "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, norms.cudnn_batch_norm, "epsilon"),
@@ -304,13 +262,13 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "AddcdivBackward0": op(addcdiv, "value", operands=TENSORS),
     "WhereBackward0": where,
     "MaskedFillBackward0": masked_fill,
-    "NativeDropoutBackward0": dropout,
+    "NativeDropoutBackward0": Op(scaled, (None,), ("p",), saved=("result1",), convert=scale_of_dropout),
     # casts and copies
-    "ToCopyBackward0": Op(torch.Tensor.to, (None,), (DTYPE,), otherwise=narrowed),
+    "ToCopyBackward0": unsaved(torch.Tensor.to, DTYPE),
     "CloneBackward0": unsaved(same),
     "AliasBackward0": unsaved(same),
-    "CatBackward0": concatenated,
-    "StackBackward0": stacked,
+    "CatBackward0": Op(cat, None, ("dim",)),
+    "StackBackward0": Op(stack, None, ("dim",)),
     "ConstantPadNdBackward0": constant_pad,
     "ReflectionPad1DBackward0": op(aten.reflection_pad1d, "padding"),
     "ReflectionPad2DBackward0": op(aten.reflection_pad2d, "padding"),

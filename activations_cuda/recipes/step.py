@@ -15,7 +15,6 @@ from activations_cuda import _C
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-LEAF = "torch::autograd::AccumulateGrad"
 SHAPE, DTYPE = "shape of the output", "dtype of the output"
 
 
@@ -38,26 +37,30 @@ class Op:
 
     Args:
         formula: what computes the output.
-        operands: of the op, by the names under which the node saves them; None: it doesn't, and the graph must tell.
+        operands: of the op, by the names under which the node saves them; None: it doesn't, and the graph must tell. Or None for
+            all of an op that joins any number of them along a dimension, its first argument.
         arguments: names of what else it is given, under which the node saves it; also SHAPE and DTYPE.
         saved: names of other tensors that the node saved, which are operands of the formula too.
+        convert: what makes the formula's arguments of the node's.
         when: the name of what must be true.
         otherwise: a rule for when it isn't, when an operand isn't known, or when no formula fits.
     """
 
-    __slots__ = ("arguments", "formula", "operands", "otherwise", "saved", "when")
+    __slots__ = ("arguments", "convert", "formula", "operands", "otherwise", "saved", "when")
 
     def __init__(
         self,
         formula: Any,
-        operands: tuple[str | None, ...],
+        operands: tuple[str | None, ...] | None,
         arguments: tuple[str, ...] = (),
         saved: tuple[str, ...] = (),
+        convert: Callable[..., tuple[Any, ...]] | None = None,
         when: str | None = None,
         otherwise: Callable[["Step"], Result] | None = None,
     ) -> None:
-        self.formula, self.otherwise = formula, otherwise
-        self.operands, self.saved = tuple(map(_as_packed, operands)), tuple(map(_as_packed, saved))
+        self.formula, self.convert, self.otherwise = formula, convert, otherwise
+        self.operands = None if operands is None else tuple(map(_as_packed, operands))
+        self.saved = tuple(map(_as_packed, saved))
         self.arguments = tuple(name if name in (SHAPE, DTYPE) else "_saved_" + name for name in arguments)
         self.when = when and "_saved_" + when
 
@@ -117,10 +120,6 @@ class Step:
             number = read(*(operand.tensor() for operand in operands), self.tensor)
         is_at_hand = number.device.type == "cpu" and type(number) is Tensor
         return number.item() if is_at_hand else _C.recipes.keep(number, self._hook.outer)
-
-    def keep_operand(self, i: int, tensor: Tensor) -> Any:
-        """Keep this tensor for operand i, which nobody has saved."""
-        return _C.recipes.keep_operand(self._hook, self.node, i, tensor)
 
     def narrow(self, value: Any, dtype: torch.dtype) -> None:
         """Keep integers that nobody but the node has in fewer bytes, which hold them all.

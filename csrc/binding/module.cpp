@@ -18,6 +18,7 @@
 #include "codes/autograd.h"
 #include "family.h"
 #include "find.h"
+#include "origin.h"
 #include "recipes/hook.h"
 #include "recipes/smooth.h"
 
@@ -35,10 +36,9 @@ char __libc_single_threaded = 0;
 namespace fastact {
 namespace {
 
-// Named after the op and its overload: hardsigmoid, hardsigmoid_affine; in place hardsigmoid_, hardsigmoid_affine_.
 template <class Op, bool inplace>
 std::string function_name() {
-  return std::string(Op::name) + (Op::overload[0] == '\0' ? "" : "_") + Op::overload + (inplace ? "_" : "");
+  return fastact::function_name(Op::name, Op::overload) + (inplace ? "_" : "");
 }
 
 template <bool inplace>
@@ -117,38 +117,6 @@ PyMethodDef method() {
   return {name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
-const torch::autograd::Node& node_behind(PyObject* node) {
-  return *reinterpret_cast<torch::autograd::THPCppFunction*>(node)->cdata;
-}
-
-// The function of this module, by its name, that made a node's output; None for a gradient.
-PyObject* node_function(PyObject* node, void*) {
-  const Origin& origin = origin_of(node_behind(node));
-  if (!origin.op) {
-    Py_RETURN_NONE;
-  }
-  const std::string separator = origin.overload[0] == '\0' ? "" : "_";
-  return THPUtils_packString(origin.op + separator + origin.overload);
-}
-
-PyObject* node_parameters(PyObject* node, void*) {
-  const Origin& origin = origin_of(node_behind(node));
-  PyObject* const parameters = PyTuple_New(static_cast<Py_ssize_t>(origin.parameters.size()));
-  for (size_t i = 0; parameters && i < origin.parameters.size(); ++i) {
-    PyTuple_SET_ITEM(parameters, static_cast<Py_ssize_t>(i), PyFloat_FromDouble(origin.parameters[i]));
-  }
-  return parameters;
-}
-
-PyObject* smooth_node_function(PyObject* node, void*) {
-  return THPUtils_packString(recipes::smooth_origin_of(node_behind(node)).op);
-}
-
-PyObject* smooth_node_parameters(PyObject* node, void*) {
-  const auto& parameters = recipes::smooth_origin_of(node_behind(node)).parameters;
-  return py::tuple(py::cast(parameters)).release().ptr();
-}
-
 const char* name_of(Saves saves) {
   switch (saves) {
     case Saves::input:
@@ -203,26 +171,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   // Or Python would show a node as a CppFunction.
   static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)}, code_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)},
                       smooth_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  using namespace torch::autograd;  // for the macro
-  static PyGetSetDef saved[] = {
-      THP_FUNCTION_DEFAULT_PROPERTIES,
-      {"_saved_function", node_function, nullptr, nullptr, nullptr},
-      {"_saved_parameters", node_parameters, nullptr, nullptr, nullptr},
-      {nullptr, nullptr, nullptr, nullptr, nullptr}};
-  static PyGetSetDef saved_smooth[] = {
-      THP_FUNCTION_DEFAULT_PROPERTIES,
-      {"_saved_function", smooth_node_function, nullptr, nullptr, nullptr},
-      {"_saved_parameters", smooth_node_parameters, nullptr, nullptr, nullptr},
-      {nullptr, nullptr, nullptr, nullptr, nullptr}};
-  const auto add_node = [](const std::type_info& type, PyTypeObject& node_class, const char* name, PyGetSetDef* properties) {
-    torch::autograd::registerCppFunction(
-        type, torch::autograd::_initFunctionPyTypeObject(node_class, name, properties, nullptr));
+  const auto add_node = [](const std::type_info& type, PyTypeObject& node_class, const char* name) {
+    torch::autograd::registerCppFunction(type, torch::autograd::_initFunctionPyTypeObject(node_class, name, nullptr, nullptr));
     // Where torch.autograd.graph.Node looks for its subclasses.
     py::module_::import("torch._C").attr("_functions").attr(name) = py::handle(reinterpret_cast<PyObject*>(&node_class));
   };
-  add_node(node_type(), node_class, kNodeName, saved);
-  add_node(code_node_type(), code_node_class, kCodeNodeName, nullptr);
-  add_node(recipes::smooth_node_type(), smooth_node_class, recipes::kSmoothNodeName, saved_smooth);
+  add_node(node_type(), node_class, kNodeName);
+  add_node(code_node_type(), code_node_class, kCodeNodeName);
+  add_node(recipes::smooth_node_type(), smooth_node_class, recipes::kSmoothNodeName);
 
 #if defined(__clang__)
   module.attr("compiler") = "clang " __clang_version__;

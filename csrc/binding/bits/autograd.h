@@ -2,21 +2,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <typeinfo>
 
 #include "../../bits/activations.h"
+#include "../origin.h"
 
 namespace fastact {
-
-// Which op made an output: what computes it again from its input. The name is null for a gradient, which isn't.
-struct Origin {
-  const char* op;
-  const char* overload;
-  c10::SmallVector<double, 2> parameters;
-};
 
 // A member's derivative, and what PyTorch's own does that shows in a gradient's strides.
 struct Derivative {
@@ -44,9 +36,8 @@ void record_inplace(at::Tensor& self, const at::Tensor& ordered, const at::Tenso
 // All there is to record of a write to `self` where nobody wants a derivative.
 void increment_version(at::Tensor& self);
 
-// The class of the graph's nodes that the two make, its name, and where its outputs come from.
+// The class of the graph's nodes that the two make, and its name.
 const std::type_info& node_type();
-const Origin& origin_of(const torch::autograd::Node& node);
 constexpr const char* kNodeName = "MaskedScaleBackward";
 
 }  // namespace fastact

@@ -132,8 +132,8 @@ struct SmoothImplementation {
     return is_plain(self) && (is_half(dtype) || (dtype == at::kFloat && is_in_scope));
   }
 
-  static recipes::SmoothOrigin origin(Parameters... parameters) {
-    return {Op::name, {std::string(parameters.data(), parameters.size())...}};
+  static Origin origin(Parameters... parameters) {
+    return {Op::name, Op::overload, {std::string(parameters.data(), parameters.size())...}};
   }
 
   static Tensor redispatch(DispatchKeySet below, const Tensor& self, Parameters... parameters) {

@@ -1,6 +1,7 @@
 #include "hook.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/WrapDimUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -19,9 +20,12 @@
 #include <typeindex>
 #include <unordered_map>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "../../torch_version.h"
+#include "../dtypes.h"
+#include "../origin.h"
 #include "fusion.h"
 #include "masks.h"
 #include "value.h"
@@ -41,6 +45,7 @@ struct Callbacks {
         step(given["step"]),
         mask(given["mask"]),
         is_right(given["is_right"]),
+        functions(given["functions"]),
         as_strided(given["as_strided"]),
         same(given["same"]),
         cast(given["cast"]),
@@ -56,6 +61,7 @@ struct Callbacks {
   py::object step;                    // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
   py::object mask;                    // (hook, tensor) -> a value
   py::object is_right;                // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object functions;               // this package's, by their names
   py::object as_strided, same, cast;  // formulas: of views, of copies, and torch.Tensor.to
   py::object failed;                  // (tensor, error)
   py::str cast_node;                  // the name of a cast's node
@@ -63,6 +69,11 @@ struct Callbacks {
 };
 
 Callbacks* callbacks = nullptr;
+
+// In bytes, the smallest tensors that are replaced.
+struct {
+  int64_t any = 0, of_parameter = 0;
+} smallest;
 
 // The formula that fits, None if none does, and whether the kernel's has the same bits.
 struct Choice {
@@ -163,6 +174,10 @@ struct Sharding {
   bool is_there, may_be_flat;
 } sharding = {false, false};
 
+bool is_leaf(const Node& node) {
+  return typeid(node) == typeid(torch::autograd::AccumulateGrad);
+}
+
 bool is_parameter(const at::Tensor& tensor) {
   const py::object object = wrapped(tensor);
   return Py_TYPE(object.ptr()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
@@ -170,6 +185,10 @@ bool is_parameter(const at::Tensor& tensor) {
 
 bool is_freed(const at::Tensor& parameter) {
   return sharding.is_there || (sharding.may_be_flat && py::hasattr(wrapped(parameter), "_is_flat_param"));
+}
+
+bool is_freed_parameter(const at::Tensor& leaf) {
+  return (sharding.is_there || sharding.may_be_flat) && is_parameter(leaf) && is_freed(leaf);
 }
 
 // A copy of a norm's weight or bias, or null: of what is large, or freed already.
@@ -211,8 +230,8 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
     }
   }
   if (!value) {
-    if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
-      return find_leaf(leaf->variable, reader, node, number, depth);
+    if (is_leaf(*node)) {
+      return find_leaf(static_cast<const torch::autograd::AccumulateGrad&>(*node).variable, reader, node, number, depth);
     }
     value = derive({hook, node, number, nullptr, depth});
     if (value && Derivation::current) {
@@ -262,7 +281,7 @@ py::object saved(py::handle node, PyObject* name) {
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   // A sharded parameter may be freed by now, but what was saved of it has a copy.
-  const bool is_saved = name && sharding.is_there && dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
+  const bool is_saved = name && sharding.is_there && edge.function && is_leaf(*edge.function);
   if (edge.function && !is_saved) {
     return find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
   }
@@ -399,8 +418,16 @@ bool complete(Step& step, const py::object& name, const py::object& object, bool
 // A rule that is data, see Op in recipes/step.py; read once.
 struct Data {
   explicit Data(const py::object& rule)
-      : rule(rule), formula(rule.attr("formula")), when(rule.attr("when")), otherwise(rule.attr("otherwise")) {
+      : rule(rule),
+        formula(rule.attr("formula")),
+        when(rule.attr("when")),
+        otherwise(rule.attr("otherwise")),
+        convert(rule.attr("convert")),
+        is_joined(rule.attr("operands").is_none()) {
     for (const char* list : {"operands", "saved"}) {
+      if (rule.attr(list).is_none()) {
+        continue;
+      }
       for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr(list))) {
         operands.push_back({name.is_none() ? nullptr : name.ptr(), std::string_view(list) == "operands"});
       }
@@ -415,7 +442,8 @@ struct Data {
     bool has_edge;
   };
 
-  py::object rule, formula, when, otherwise;  // the first owns the names
+  py::object rule, formula, when, otherwise, convert;  // the first owns the names
+  bool is_joined;
   std::vector<Operand> operands;
   std::vector<PyObject*> arguments;
 };
@@ -442,6 +470,28 @@ py::object argument(Step& step, PyObject* name) {
   return with_sign(attribute(step.python(), name));
 }
 
+// The operands of what is joined along a dimension. Where one isn't known, nothing may be there: a cache is empty at first.
+bool append_joined(Step& step, py::handle dim, std::vector<py::object>* operands) {
+  const at::DimVector sizes = sizes_of(step.node->input_metadata(step.number));
+  const auto dims = static_cast<int64_t>(sizes.size());
+  const auto along = static_cast<size_t>(at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims));
+  int64_t missing = sizes[along];
+  for (size_t i = 0; i < step.node->next_edges().size(); ++i) {
+    const torch::autograd::Edge& edge = step.node->next_edge(i);
+    py::object value = operand(step, i, nullptr);
+    if (!value) {
+      if (edge.function && c10::multiply_integers(sizes_of(edge.function->input_metadata(edge.input_nr))) > 0) {
+        return false;
+      }
+      continue;
+    }
+    const at::IntArrayRef each = value_of(value).sizes_of();
+    missing -= static_cast<int64_t>(each.size()) == dims ? each[along] : 1;  // the latter is stacked
+    operands->push_back(std::move(value));
+  }
+  return missing == 0;
+}
+
 // The recipe of an output by a rule that is data.
 py::object by_data(Step& step, const py::object& name, const Data& rule) {
   if (!rule.when.is_none() && attribute(step.python(), rule.when.ptr()).ptr() != Py_True) {
@@ -461,7 +511,10 @@ py::object by_data(Step& step, const py::object& name, const Data& rule) {
   for (size_t i = 0; i < rule.arguments.size(); ++i) {
     values[i] = argument(step, rule.arguments[i]);
   }
-  recipe.arguments = std::move(values);
+  if (rule.is_joined && !append_joined(step, values[0], &recipe.operands)) {
+    return {};
+  }
+  recipe.arguments = rule.convert.is_none() ? py::object(std::move(values)) : rule.convert(*values);
   return complete(step, name, object, /*is_assumed=*/false) ? object : py::object();
 }
 
@@ -483,18 +536,70 @@ py::object by_function(Step& step, const py::object& name, const py::object& rul
   return complete(step, name, object, /*is_assumed=*/py::cast<bool>(result[3])) ? object : py::object();
 }
 
+// The same of what a function of this package made.
+py::object by_origin(Step& step, const py::object& name, const Origin& origin) {
+  py::object input = origin.op ? operand(step, 0, nullptr) : py::object();
+  if (!input) {
+    return {};
+  }
+  static auto& functions = *new std::map<std::pair<const char*, const char*>, py::object>();
+  py::object& function = functions[{origin.op, origin.overload}];
+  if (!function) {
+    function = callbacks->functions.attr(function_name(origin.op, origin.overload).c_str());
+  }
+  py::object object = make_value();
+  Value& recipe = value_of(object);
+  recipe.formula = function;
+  recipe.operands = {std::move(input)};
+  py::tuple parameters(origin.parameters.size());
+  for (size_t i = 0; i < origin.parameters.size(); ++i) {
+    parameters[i] = std::visit([](const auto& parameter) { return py::object(py::cast(parameter)); }, origin.parameters[i]);
+  }
+  recipe.arguments = std::move(parameters);
+  return complete(step, name, object, /*is_assumed=*/false) ? object : py::object();
+}
+
+// The same of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and is
+// kept so.
+py::object by_narrowing(Step& step, const py::object& name) {
+  const torch::autograd::Edge& edge = step.node->next_edge(0);
+  if (!step.tensor || step.tensor->scalar_type() != at::kFloat || !edge.function || is_leaf(*edge.function)) {
+    return {};
+  }
+  const auto& source = edge.function->input_metadata(edge.input_nr);
+  const auto dtype = c10::typeMetaToScalarType(source.dtype());
+  if (!is_half(dtype) || source.device() != step.tensor->device()) {
+    return {};
+  }
+  const at::NoGradGuard no_grad;
+  py::object object = make_value();
+  Value& recipe = value_of(object);
+  recipe.formula = callbacks->cast;
+  recipe.operands = {keep(step.tensor->to(dtype), name_of(*edge.function), attribute(step.hook, NAME("outer")))};
+  recipe.arguments = py::make_tuple(dtype_object(at::kFloat));
+  note(recipe.operands[0], edge.function, edge.input_nr);
+  return complete(step, name, object, /*is_assumed=*/false) ? object : py::object();
+}
+
 py::object derive(Step step) {
   const py::object name = name_of(*step.node);
   const py::object rules = attribute(step.hook, NAME("rules"));  // by the names of nodes
   const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
-  if (!rule || step.depth > kMaxDepth || (step.number && !callbacks->of_all_outputs.contains(name))) {
+  if (step.depth > kMaxDepth || (step.number && !callbacks->of_all_outputs.contains(name))) {
     return {};
+  }
+  if (!rule) {
+    const auto* made = dynamic_cast<const WithOrigin*>(step.node.get());
+    return made ? by_origin(step, name, made->origin) : py::object();
   }
   if (!is_instance(rule, callbacks->rule_of_op)) {
     return by_function(step, name, rule);
   }
   const Data& data = data_of(rule);
   py::object result = by_data(step, name, data);
+  if (!result && name.equal(callbacks->cast_node)) {
+    return by_narrowing(step, name);
+  }
   return result || data.otherwise.is_none() ? result : by_function(step, name, data.otherwise);
 }
 
@@ -592,10 +697,8 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
 }
 
 py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
-  const auto numbers_of = [](at::IntArrayRef numbers) { return py::tuple(py::cast(numbers.vec())); };
   const int64_t offset = view.storage_offset() - of.storage_offset();
-  const py::tuple geometry = py::make_tuple(numbers_of(view.sizes()), numbers_of(view.strides()), offset);
-  return recipe_of("view", callbacks->as_strided, base, geometry, view, {-3, offset});
+  return recipe_of("view", callbacks->as_strided, base, py::make_tuple(offset), view, {-3, offset});
 }
 
 // The value of a tensor that is about to be written to, which isn't written to with it.
@@ -619,27 +722,23 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
   return copy;
 }
 
-// A view, as its base's value and a geometry; null where the hooks outside would be given more than the view.
-py::object value_of_view(py::handle hook, const py::object& outer, const at::Tensor& tensor) {
-  const at::Tensor base(tensor._base());
+// A view, as its base's value and a geometry; null where that saves nothing, or the hooks outside would be given more.
+py::object value_of_view(py::handle hook, const py::object& outer, const at::Tensor& tensor, const at::Tensor& base) {
   const NodePointer& node = base.grad_fn();
-  py::object value;
   if (!node) {
-    value = keep(base, py::none(), py::none());
-    value_of(value).is_private = (sharding.is_there || sharding.may_be_flat) && is_parameter(base) && is_freed(base);
-  } else {
-    const auto number = static_cast<uint32_t>(base.output_nr());
-    value = noted(node, number);
-    if (!value || !value_of(value).stands_for(base)) {
-      value = replacement(hook, node, number, base);
-      if (!value) {
-        if (!outer.is_none()) {
-          return {};
-        }
-        value = keep(base, name_of(*node), py::none());
+    return {};
+  }
+  const auto number = static_cast<uint32_t>(base.output_nr());
+  py::object value = noted(node, number);
+  if (!value || !value_of(value).stands_for(base)) {
+    value = replacement(hook, node, number, base);
+    if (!value) {
+      if (!outer.is_none()) {
+        return {};
       }
-      note(value, node, number);
+      value = keep(base, name_of(*node), py::none());
     }
+    note(value, node, number);
   }
   return value_of(value).depth < kMaxDepth ? view_of(value, tensor, base) : py::object();
 }
@@ -662,19 +761,28 @@ bool is_plain(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   return tensor.key_set() == plain;
 }
 
+// Whether a tensor's memory isn't worth the time to compute it again; a parameter's copy in another dtype, of which there is
+// one in a forward pass, may be larger.
+bool is_small(const at::Tensor& owner) {
+  const auto& node = owner.grad_fn();
+  const bool is_of_parameter = node && name_of(*node).equal(callbacks->cast_node) && node->next_edge(0).function &&
+                               is_leaf(*node->next_edge(0).function);
+  return static_cast<int64_t>(owner.storage().nbytes()) < (is_of_parameter ? smallest.of_parameter : smallest.any);
+}
+
 py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const py::object outer = attribute(hook, NAME("outer"));
   if (!is_plain(hook, object, tensor)) {
     return keep(tensor, py::none(), outer);
   }
   const NodePointer& node = tensor.grad_fn();
+  const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
   if (!node) {
-    if (tensor.scalar_type() == at::kBool) {
+    if (tensor.scalar_type() == at::kBool && !is_small(owner)) {
       return callbacks->mask(hook, py::handle(object));
     }
     py::object value = keep(tensor, py::none(), outer);
-    const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
-    if ((sharding.is_there || sharding.may_be_flat) && is_parameter(owner) && is_freed(owner)) {
+    if (is_freed_parameter(owner)) {
       value_of(value).is_private = true;
       value_of(value).copy = sharding.is_there ? copy_of(tensor) : py::object();
     }
@@ -686,10 +794,13 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     return value;
   }
   const bool is_written = value && value_of(value).version != static_cast<int64_t>(tensor._version());  // past autograd
-  const bool is_view = tensor.is_view() && tensor._base().requires_grad() && tensor._base().dtype() == tensor.dtype();
-  value = is_written ? py::object() : is_view ? value_of_view(hook, outer, tensor) : replacement(hook, node, number, tensor);
+  const bool is_view = tensor.is_view() && owner.requires_grad() && owner.dtype() == tensor.dtype();
+  value = is_written || is_small(owner) ? py::object()
+          : is_view                     ? value_of_view(hook, outer, tensor, owner)
+                                        : replacement(hook, node, number, tensor);
   if (!value) {
     value = keep(tensor, name_of(*node), outer);
+    value_of(value).is_private = !owner.grad_fn() && is_freed_parameter(owner);
   }
   note(value, node, number);
   return value;
@@ -798,9 +909,10 @@ void add_hook(py::module_& module) {
   add_value_type(module);
   add_masks(module);
   module.def("set_up", [](const py::kwargs& given) {
-    set_formulas(given["in_place"], given["movements"], given["cast"]);
+    set_formulas(given["in_place"], given["movements"], given["as_strided"], given["cast"]);
     callbacks = new Callbacks(given);
   });
+  module.def("set_smallest", [](int64_t any, int64_t of_parameter) { smallest = {any, of_parameter}; });
   module.def("set_sharding", [](bool is_there, bool may_be_flat) { sharding = {is_there, may_be_flat}; });
   module.def("pack_hook", [](const py::object& hook) {
     return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, hook.ptr()));
@@ -818,12 +930,6 @@ void add_hook(py::module_& module) {
   module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });
   module.def("keep", [](py::handle tensor, const py::object& hooks) {
     return keep(THPVariable_Unpack(tensor.ptr()), py::none(), hooks);
-  });
-  module.def("keep_operand", [](py::handle hook, py::handle node, size_t i, py::handle tensor) {
-    const torch::autograd::Edge& edge = node_behind(node)->next_edge(i);
-    py::object value = keep(THPVariable_Unpack(tensor.ptr()), name_of(*edge.function), hook.attr("outer"));
-    note(value, edge.function, edge.input_nr);
-    return value;
   });
   module.def("narrow", [](py::handle hook, py::handle node, const py::object& value, py::handle dtype) {
     narrow(hook, node_behind(node), value, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);

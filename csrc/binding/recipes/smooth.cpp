@@ -68,14 +68,12 @@ bool fits(const Smooth& activation, c10::Device device) {
   }
 }
 
-struct SmoothBackward : Node {
-  SmoothBackward(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self, SavedVariable input)
+struct SmoothBackward : Node, WithOrigin {
+  SmoothBackward(const Smooth& activation, Origin origin, const at::Tensor& self, SavedVariable input)
       : Node(torch::autograd::collect_next_edges(self)),
+        WithOrigin(std::move(origin)),
         activation_(activation),
-        origin_(std::move(origin)),
         fields_{std::move(input), activation.name} {}
-
-  const SmoothOrigin& origin() const { return origin_; }
 
   variable_list apply(variable_list&& grads) override {
     if (!grads[0].defined()) {
@@ -137,18 +135,17 @@ struct SmoothBackward : Node {
   }
 
   const Smooth& activation_;
-  const SmoothOrigin origin_;
   SmoothFields<SavedVariable> fields_;
 };
 
 }  // namespace
 
-void record_input(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self, at::Tensor& output) {
+void record_input(const Smooth& activation, Origin origin, const at::Tensor& self, at::Tensor& output) {
   torch::autograd::set_history(
       output, adopt(new SmoothBackward(activation, std::move(origin), self, SavedVariable(self, /*is_output=*/false))));
 }
 
-NodePointer node_before_write(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self) {
+NodePointer node_before_write(const Smooth& activation, Origin origin, const at::Tensor& self) {
   return adopt(new SmoothBackward(activation, std::move(origin), self, save_before_write(self)));
 }
 
@@ -159,10 +156,6 @@ void record_write(at::Tensor& self, NodePointer node) {
 
 const std::type_info& smooth_node_type() {
   return typeid(SmoothBackward);
-}
-
-const SmoothOrigin& smooth_origin_of(const Node& node) {
-  return static_cast<const SmoothBackward&>(node).origin();
 }
 
 }  // namespace fastact::recipes

@@ -3,33 +3,24 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
 
-#include <string>
 #include <typeinfo>
-#include <vector>
 
 #include "../codes/activations.h"
 #include "../node.h"
+#include "../origin.h"
 
 namespace fastact::recipes {
 
-// Which function made an output, of this package's, and its parameters.
-struct SmoothOrigin {
-  const char* op;
-  std::vector<std::string> parameters;
-};
-
 // Makes `output` a differentiable function of `self`.
-void record_input(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self, at::Tensor& output);
+void record_input(const Smooth& activation, Origin origin, const at::Tensor& self, at::Tensor& output);
 
 // The same in place: a node before `self`, which is dense, is written to, and the record after.
-NodePointer node_before_write(const Smooth& activation, SmoothOrigin origin, const at::Tensor& self);
+NodePointer node_before_write(const Smooth& activation, Origin origin, const at::Tensor& self);
 void record_write(at::Tensor& self, NodePointer node);
 
-// The class of these nodes, its name, and where their outputs come from.
+// The class of these nodes, and its name.
 const std::type_info& smooth_node_type();
-const SmoothOrigin& smooth_origin_of(const torch::autograd::Node& node);
 constexpr const char* kSmoothNodeName = "SmoothBackward";
 
 }  // namespace fastact::recipes

@@ -117,7 +117,7 @@ int64_t configuration_of(const at::Tensor& tensor) {
 
 struct Formulas {
   py::dict in_place;
-  py::object movements, cast;
+  py::object movements, as_strided, cast;
 };
 
 Formulas* formulas = nullptr;
@@ -323,6 +323,20 @@ at::Tensor Value::compute(bool* is_temporary) {
     const at::Tensor tensor = is_back ? in_origin(value_of(operands[0])) : in_origin(*this).to(at::kFloat);
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
+  if (formula.is(formulas->as_strided)) {
+    const at::Tensor base = value_of(operands[0]).tensor();
+    return base.as_strided(sizes, strides, base.storage_offset() + PyLong_AsLongLong(PyTuple_GET_ITEM(arguments.ptr(), 0)));
+  }
+  bool is_new = false;
+  const at::Tensor tensor = formula.is(formulas->cast) ? value_of(operands[0]).tensor().to(dtype) : apply(&is_new);
+  const at::Tensor strided = has_strides ? in_strides(tensor, strides) : tensor;
+  if (is_temporary) {
+    *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
+  }
+  return strided;
+}
+
+at::Tensor Value::apply(bool* is_new) {
   PyObject* called = formula.ptr();
   c10::SmallVector<py::object, 8> given;
   bool may_write = false;
@@ -341,13 +355,7 @@ at::Tensor Value::compute(bool* is_temporary) {
     PyObject* const other = PyDict_GetItem(formulas->in_place.ptr(), called);
     called = other ? other : called;
   }
-  bool is_new = false;
-  const at::Tensor tensor = call(called, given, arguments, &is_new);
-  const at::Tensor strided = has_strides ? in_strides(tensor, strides) : tensor;
-  if (is_temporary) {
-    *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
-  }
-  return strided;
+  return call(called, given, arguments, is_new);
 }
 
 py::object make_value() {
@@ -377,7 +385,7 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   if (hooks.is_none()) {
     // A leaf that requires a gradient is held itself, as autograd does, since sharded training exchanges its data; any other
     // tensor without its history, which would make a cycle.
-    value.held = tensor.is_leaf() && tensor.requires_grad() ? tensor : tensor.detach();
+    value.held = tensor.is_leaf() && tensor.requires_grad() ? tensor : at::Tensor(tensor.tensor_data());
     return object;
   }
   if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
@@ -390,8 +398,8 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   return object;
 }
 
-void set_formulas(const py::dict& in_place, py::object movements, py::object cast) {
-  formulas = new Formulas{in_place, std::move(movements), std::move(cast)};
+void set_formulas(const py::dict& in_place, py::object movements, py::object as_strided, py::object cast) {
+  formulas = new Formulas{in_place, std::move(movements), std::move(as_strided), std::move(cast)};
 }
 
 bool is_cast_back(const Value& value) {

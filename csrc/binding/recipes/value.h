@@ -88,6 +88,8 @@ struct Value {
   friend py::object noted(const NodePointer& node, uint32_t number);
 
   at::Tensor remember(int task, at::Tensor tensor);
+  // The formula of the operands. `is_new`: nobody else has the result.
+  at::Tensor apply(bool* is_new);
 
   at::Tensor remembered_;
   int64_t remembered_stream_ = 0, remembered_version_ = 0;
@@ -105,9 +107,9 @@ bool is_value(py::handle object);
 // A kept value. `hooks` is None or the pair of hooks around the scope.
 py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks);
 
-// Formulas that write to their first operand, by those that don't: for temporaries. Those whose elements are their operands',
-// and the cast.
-void set_formulas(const py::dict& in_place, py::object movements, py::object cast);
+// Formulas that write to their first operand, by those that don't: for temporaries. Those whose elements are their operands';
+// and two that aren't called: as_strided(base, offset), whose sizes and strides are the recipe's, and the cast to its dtype.
+void set_formulas(const py::dict& in_place, py::object movements, py::object as_strided, py::object cast);
 
 // Whether it is a cast back to the half type that all its elements came from, by movements alone: nothing is to be cast.
 bool is_cast_back(const Value& value);
