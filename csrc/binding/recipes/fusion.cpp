@@ -112,7 +112,7 @@ class Builder {
     }
     ++formulas_;
     Value& first = value_of(recipe.operands[0]);
-    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && programs->tabulated.contains(recipe.formula)) {
+    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && contains(programs->tabulated, recipe.formula)) {
       return append_operand(recipe, first) && append_table(recipe) && end(recipe, 1);
     }
     const auto known = programs->steps.find(recipe.formula.ptr());
@@ -301,10 +301,10 @@ class Builder {
   }
 
   Value* root_;
-  at::DimVector sizes_;  // that the program counts in: the output's, or of what it is a view of
-  std::vector<Step> steps_;
-  std::vector<Leaf> leaves_;
-  std::vector<std::pair<size_t, Value*>> table_for_;
+  at::DimVector sizes_;              // that the program counts in: the output's, or of what it is a view of
+  c10::SmallVector<Step, 8> steps_;  // copied at each attempt, so without allocations
+  c10::SmallVector<Leaf, 8> leaves_;
+  c10::SmallVector<std::pair<size_t, Value*>, 2> table_for_;
   at::ScalarType half_ = at::ScalarType::Undefined;
   int formulas_ = 0, dense_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
@@ -313,7 +313,7 @@ class Builder {
 // The output's dimensions and, for each of them, the strides of all that a program reads.
 struct Geometry {
   at::DimVector sizes;
-  std::vector<at::DimVector> strides;  // the first is the output's
+  c10::SmallVector<at::DimVector, 8> strides;  // the first is the output's
 
   // A dimension as two, the inner of which has so many elements.
   void split(size_t dim, int64_t inner) {

@@ -585,7 +585,7 @@ py::object derive(Step step) {
   const py::object name = name_of(*step.node);
   const py::object rules = attribute(step.hook, NAME("rules"));  // by the names of nodes
   const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
-  if (step.depth > kMaxDepth || (step.number && !callbacks->of_all_outputs.contains(name))) {
+  if (step.depth > kMaxDepth || (step.number && !contains(callbacks->of_all_outputs, name))) {
     return {};
   }
   if (!rule) {

@@ -128,7 +128,7 @@ at::ScalarType origin_of(const Value& value) {
     return at::ScalarType::Undefined;
   }
   const bool is_cast = value.formula.is(formulas->cast);
-  if (!is_cast && !formulas->movements.contains(value.formula)) {
+  if (!is_cast && !contains(formulas->movements, value.formula)) {
     return at::ScalarType::Undefined;
   }
   auto result = at::ScalarType::Undefined;
@@ -413,7 +413,7 @@ int64_t number_of(const Configuration& configuration) {
 }
 
 void append(Configuration& numbers, at::IntArrayRef others) {
-  numbers.insert(numbers.end(), others.begin(), others.end());
+  numbers.append(others.begin(), others.end());
 }
 
 void append(Configuration& numbers, at::ScalarType dtype, c10::Device device) {

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/SmallVector.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -26,7 +27,7 @@ constexpr int kMaxDepth = 32;  // of a recipe of recipes, which are computed by 
 using Output = std::pair<torch::autograd::Node*, uint32_t>;
 
 // All that formulas depend on but elements.
-using Configuration = std::vector<int64_t>;
+using Configuration = c10::SmallVector<int64_t, 32>;
 
 struct Pass;
 
@@ -98,6 +99,15 @@ struct Value {
   Output output_ = {nullptr, 0};  // whose value it was noted to be
   std::optional<WeakNode> node_;
 };
+
+// As pybind11's contains(), which looks the method up by its name.
+inline bool contains(const py::object& set, const py::object& key) {
+  const int found = PySet_Contains(set.ptr(), key.ptr());
+  if (found < 0) {
+    throw py::error_already_set();
+  }
+  return found > 0;
+}
 
 // A new value, and what is behind one. `is_value` says whether an object is one at all.
 py::object make_value();
