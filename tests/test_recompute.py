@@ -1345,3 +1345,32 @@ def unpacked(node):
     """What a batch norm has saved of its input."""
     raw = getattr(node, "_raw_saved_input", None)
     return None if raw is None or not hasattr(raw.data, "is_recipe") else raw.data
+
+
+@pytest.fixture
+def with_small_ones_kept():
+    _C.recipes.set_smallest(hook.SMALLEST, hook.SMALLEST_COPY_OF_PARAMETER)
+    yield
+    _C.recipes.set_smallest(0, 0)
+
+
+@pytest.mark.usefixtures("with_small_ones_kept")
+@pytest.mark.parametrize("numel", [hook.SMALLEST // 4 - 1, hook.SMALLEST // 4])
+def test_next_to_nothing_is_kept(numel, device):
+    x = torch.randn(numel, device=device, requires_grad=True)
+    with Scope() as scope:
+        y = x.neg()
+        Keep.apply(y[:4])  # whose memory is all of it
+        Keep.apply(y)
+    assert scope.count[True] == (2 if 4 * numel >= hook.SMALLEST else 0)
+
+
+@pytest.mark.usefixtures("with_small_ones_kept")
+@pytest.mark.parametrize("width", [512, 1024])
+def test_small_parameters_are_cast_once(width, device):
+    layer, x = nn.Linear(width, width, device=device), torch.randn(2, width, device=device)
+    with Scope() as scope, torch.autocast(device, torch.bfloat16):
+        output = layer(x)
+    assert output.requires_grad  # and the graph is there
+    casts = [value for value in scope.values() if value.is_recipe and value.sizes == [width, width]]
+    assert bool(casts) == (2 * width**2 >= hook.SMALLEST_COPY_OF_PARAMETER)
