@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import activations_cuda
@@ -51,10 +52,13 @@ def train(arguments, device, recompute):
     model = Transformer(arguments.width, arguments.depth).to(device)
     if recompute:
         activations_cuda.convert(model, recompute=True)  # before it is sharded
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {
+        "mesh": init_device_mesh(device.type, (PROCESSES,)),  # by default on a GPU, if there is one
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())
     if device.type == "cuda":

@@ -61,7 +61,7 @@ def equal_by(example, *options):
 def test_finetune_as_a_command(recompute, device):
     for library in "sklearn", "timm":
         pytest.importorskip(library)
-    options = ["--no-pretrained", "--model=mobilenetv2_050", "--steps=3", "--batch=8", "--size=32", f"--device={device}"]
+    options = ["--no-pretrained", "--model=mobilenetv2_050", "--steps=3", "--batch=16", "--size=64", f"--device={device}"]
     stdout = equal_by("finetune.py", *options, *(["--recompute"] if recompute else []))
     before, after = map(float, re.findall(r"([\d.]+) MiB", stdout)[:2])
     assert after < (0.5 if recompute else 1) * before

@@ -1368,7 +1368,7 @@ def test_next_to_nothing_is_kept(numel, device):
 @pytest.mark.usefixtures("with_small_ones_kept")
 @pytest.mark.parametrize("width", [512, 1024])
 def test_small_parameters_are_cast_once(width, device):
-    layer, x = nn.Linear(width, width, device=device), torch.randn(2, width, device=device)
+    layer, x = nn.Linear(width, width, device=device), torch.randn(2, width, device=device, requires_grad=True)
     with Scope() as scope, torch.autocast(device, torch.bfloat16):
         output = layer(x)
     assert output.requires_grad  # and the graph is there
