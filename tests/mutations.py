@@ -73,6 +73,7 @@ CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 VALUE = "csrc/binding/recipes/value.cpp"
 FUSION = "csrc/binding/recipes/fusion.cpp"
 STEPS = "csrc/recipes/steps.h"
+PROGRAM = "csrc/recipes/program.h"
 CPU_PROGRAM = "csrc/recipes/cpu/kernels.cpp"
 CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
 HOOK = "csrc/binding/recipes/hook.cpp"
@@ -250,10 +251,10 @@ RECOMPUTE = [
         "std::min<int64_t>(8, n - byte * 8); ++i) {\n      packed",
         "8; ++i) {\n      packed",
     ),
-    Mutant("a mask that was written to", RECIPES + "masks.py", " and version == base._version", ""),
+    Mutant("a mask that was written to", HOOK, "found->second.version == version ?", "true ?"),
     Mutant("indices that somebody has", HOOK, "value.held.storage().use_count() > 1", "false"),
     Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(input.sizes[-dims:]) <= 2**16", "if True"),
-    Mutant("any power", FUSION, "step.reference[0].number != 2 && step.reference[0].number != 3", "false"),
+    Mutant("any power", PROGRAM, "a == 2 || a == 3", "true"),
     Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),
 ]
 OUTCOMES = {True: "caught", False: "all pass", None: "can't tell"}

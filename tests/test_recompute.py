@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import _C, GELU, SiLU, recompute
-from activations_cuda.recipes import hook, masks, scope
+from activations_cuda.recipes import hook, scope
 from activations_cuda.recipes.rules import IN_PLACE, RULES, op
 from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net
 
@@ -503,7 +503,7 @@ def test_nothing_leaks(backward):
     finally:
         gc.enable()
     assert max(counts) <= counts[0] + 5
-    assert not masks._packed
+    assert _C.recipes.packed_masks() == 0
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -787,12 +787,12 @@ def test_masks_are_found_again(numel, device):
     torch.manual_seed(0)
     mask = torch.rand(numel, device=device) > 0.5
     scope = hook.Hook(None, check=False, outer=None)
-    value = masks.value_of(scope, mask)
+    value = scope.pack(mask)
     assert value.is_recipe and value.roots[0].held.numel() == -(-numel // 8)
     assert torch.equal(value.tensor(), mask)
     if numel % 2 == 0:
         transposed = mask.view(2, -1).t().contiguous().t()
-        assert_same(masks.value_of(scope, transposed).tensor(), transposed)
+        assert_same(scope.pack(transposed).tensor(), transposed)
 
 
 def test_temporaries_are_written_to(monkeypatch):

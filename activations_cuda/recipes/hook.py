@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from activations_cuda import _C
-from activations_cuda.recipes import masks, programs
+from activations_cuda.recipes import programs
 from activations_cuda.recipes.rules import IN_PLACE, MOVEMENTS, OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS, Op, same
 from activations_cuda.recipes.step import DTYPE, SHAPE, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
@@ -110,7 +110,7 @@ SMALLEST = 2**14
 SMALLEST_COPY_OF_PARAMETER = 2**20
 
 _C.recipes.set_smallest(SMALLEST, SMALLEST_COPY_OF_PARAMETER)
-_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, _C.recipes.unpack_mask, torch.reshape)
+_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, torch.reshape)
 _C.recipes.set_up(
     in_place=IN_PLACE,
     movements=MOVEMENTS,
@@ -120,10 +120,10 @@ _C.recipes.set_up(
     underivable=Underivable,
     plain_types=(Tensor, nn.Parameter, getattr(nn, "Buffer", nn.Parameter)),
     step=_step,
-    mask=masks.value_of,
     is_right=_is_right,
     functions=_C,
     as_strided=torch.as_strided,
+    unpack_mask="unpack_mask",
     same=same,
     failed=_failed,
     cast_node="ToCopyBackward0",

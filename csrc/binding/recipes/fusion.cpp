@@ -41,10 +41,9 @@ struct FormulaStep {
 
 struct Programs {
   std::unordered_map<PyObject*, std::vector<FormulaStep>> steps;
-  py::object tabulated;    // formulas of one operand, of which there may be tables for half types
-  py::object table;        // (formula, arguments, like) -> a table, or None
-  py::object unpack_bits;  // the formula of packed masks
-  py::object reshape;      // and of views
+  py::object tabulated;  // formulas of one operand, of which there may be tables for half types
+  py::object table;      // (formula, arguments, like) -> a table, or None
+  py::object reshape;    // the formula of views
 };
 
 Programs* programs = nullptr;
@@ -275,7 +274,7 @@ class Builder {
 
   bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
     // A mask that is broadcast isn't read eight at a time.
-    const bool is_bits = value.is_recipe() && value.formula.is(programs->unpack_bits) &&
+    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) &&
                          at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
     if (leaves_.size() == Program::kMaxOperands || (!is_bits && (!is_float(value.dtype_of()) || !note(value.dtype_of())))) {
       return false;
@@ -521,8 +520,8 @@ std::optional<at::Tensor> Builder::run() {
 
 }  // namespace
 
-void set_programs(const py::dict& given, py::object tabulated, py::object table, py::object unpack_bits, py::object reshape) {
-  programs = new Programs{{}, std::move(tabulated), std::move(table), std::move(unpack_bits), std::move(reshape)};
+void set_programs(const py::dict& given, py::object tabulated, py::object table, py::object reshape) {
+  programs = new Programs{{}, std::move(tabulated), std::move(table), std::move(reshape)};
   for (const auto& [formula, steps] : given) {
     auto& of_formula = programs->steps[formula.ptr()];
     formula.inc_ref();

@@ -43,12 +43,9 @@ struct Callbacks {
         underivable(given["underivable"]),
         plain_types(given["plain_types"]),
         step(given["step"]),
-        mask(given["mask"]),
         is_right(given["is_right"]),
         functions(given["functions"]),
-        as_strided(given["as_strided"]),
         same(given["same"]),
-        cast(given["cast"]),
         failed(given["failed"]),
         cast_node(py::str(given["cast_node"])),
         shape(given["shape"]),
@@ -58,14 +55,13 @@ struct Callbacks {
   py::object of_all_outputs;  // names of the nodes whose rules are for every output
   py::object underivable;     // the exception
   py::tuple plain_types;
-  py::object step;                    // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
-  py::object mask;                    // (hook, tensor) -> a value
-  py::object is_right;                // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
-  py::object functions;               // this package's, by their names
-  py::object as_strided, same, cast;  // formulas: of views, of copies, and torch.Tensor.to
-  py::object failed;                  // (tensor, error)
-  py::str cast_node;                  // the name of a cast's node
-  py::object shape, dtype;            // what stands among a rule's arguments for the output's own
+  py::object step;          // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
+  py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object functions;     // this package's, by their names
+  py::object same;          // the formula of copies
+  py::object failed;        // (tensor, error)
+  py::str cast_node;        // the name of a cast's node
+  py::object shape, dtype;  // what stands among a rule's arguments for the output's own
 };
 
 Callbacks* callbacks = nullptr;
@@ -574,7 +570,7 @@ py::object by_narrowing(Step& step, const py::object& name) {
   const at::NoGradGuard no_grad;
   py::object object = make_value();
   Value& recipe = value_of(object);
-  recipe.formula = callbacks->cast;
+  recipe.formula = formulas().cast;
   recipe.operands = {keep(step.tensor->to(dtype), name_of(*edge.function), attribute(step.hook, NAME("outer")))};
   recipe.arguments = py::make_tuple(dtype_object(at::kFloat));
   note(recipe.operands[0], edge.function, edge.input_nr);
@@ -678,7 +674,7 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
   const py::object operand = keep(tensor.to(dtype), py::none(), py::none());
   const auto original = tensor.scalar_type();
   const py::tuple arguments = py::make_tuple(dtype_object(original));
-  const py::object replacing = recipe_of("", callbacks->cast, operand, arguments, tensor, {-6, static_cast<int64_t>(original)});
+  const py::object replacing = recipe_of("", formulas().cast, operand, arguments, tensor, {-6, static_cast<int64_t>(original)});
   Value& recipe = value_of(replacing);
   Derivation derivation;
   if (!choose(replacing, /*is_assumed=*/false) || !is_right(hook, replacing, derivation, node, tensor)) {
@@ -698,7 +694,7 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
 
 py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
   const int64_t offset = view.storage_offset() - of.storage_offset();
-  return recipe_of("view", callbacks->as_strided, base, py::make_tuple(offset), view, {-3, offset});
+  return recipe_of("view", formulas().as_strided, base, py::make_tuple(offset), view, {-3, offset});
 }
 
 // The value of a tensor that is about to be written to, which isn't written to with it.
@@ -743,6 +739,64 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
   return value_of(value).depth < kMaxDepth ? view_of(value, tensor, base) : py::object();
 }
 
+// A mask that was packed: a weak reference to it, its version then, and weak references to its value and to the hook.
+struct PackedMask {
+  c10::weak_intrusive_ptr<c10::TensorImpl> mask;
+  int64_t version;
+  py::weakref value, hook;
+};
+
+// By their addresses; those that are gone are found when there are many.
+struct PackedMasks {
+  std::unordered_map<const c10::TensorImpl*, PackedMask> masks;
+  size_t many = 64;
+
+  void forget_dead() {
+    for (auto each = masks.begin(); each != masks.end();) {
+      each = each->second.mask.expired() ? masks.erase(each) : std::next(each);
+    }
+    many = std::max<size_t>(64, 2 * masks.size());
+  }
+};
+
+auto& packed_masks() {
+  static auto& packed = *new PackedMasks();
+  return packed;
+}
+
+// The value of a mask, such as those of dropout and `where`: its bits, which the hooks around the scope get too. Null for one
+// that somebody holds from scope to scope, as a model's buffer, and for a small part of a larger one: it would save nothing.
+py::object value_of_mask(py::handle hook, const py::object& outer, const at::Tensor& tensor, const at::Tensor& owner) {
+  const int64_t numel = owner.numel();
+  if (owner.scalar_type() != at::kBool || numel == 0 || numel > 2 * tensor.numel() ||
+      numel != static_cast<int64_t>(owner.storage().nbytes())) {
+    return {};
+  }
+  const auto version = static_cast<int64_t>(owner._version());
+  auto& [masks, many] = packed_masks();
+  const auto found = masks.find(owner.unsafeGetTensorImpl());
+  py::object value = py::none();
+  if (found != masks.end() && !found->second.mask.expired()) {
+    if (!found->second.hook().is(hook)) {
+      return {};
+    }
+    value = found->second.version == version ? py::object(found->second.value()) : value;
+  }
+  if (value.is_none()) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor bits = assumes(hook) ? at::empty({(numel + 7) / 8}, owner.options().dtype(at::kByte)) : pack_mask(owner);
+    value = recipe_of("bits", formulas().unpack_mask, keep(bits, py::none(), outer), py::tuple(), owner, {-4});
+    if (masks.size() >= many) {
+      packed_masks().forget_dead();
+    }
+    masks.insert_or_assign(
+        owner.unsafeGetTensorImpl(),
+        PackedMask{
+            c10::weak_intrusive_ptr<c10::TensorImpl>(owner.getIntrusivePtr()), version, py::weakref(value), py::weakref(hook)});
+  }
+  return owner.is_same(tensor) ? value : view_of(value, tensor, owner);
+}
+
 // As factories make it: no subclass, not sparse, quantised, nested, conjugate or batched.
 bool is_plain(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   static auto& keys = *new std::unordered_map<int, c10::DispatchKeySet>();
@@ -779,7 +833,9 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
   if (!node) {
     if (tensor.scalar_type() == at::kBool && !is_small(owner)) {
-      return callbacks->mask(hook, py::handle(object));
+      if (py::object value = value_of_mask(hook, outer, tensor, owner)) {
+        return value;
+      }
     }
     py::object value = keep(tensor, py::none(), outer);
     if (is_freed_parameter(owner)) {
@@ -907,9 +963,9 @@ torch::autograd::SavedVariable save_before_write(const at::Tensor& tensor) {
 
 void add_hook(py::module_& module) {
   add_value_type(module);
-  add_masks(module);
   module.def("set_up", [](const py::kwargs& given) {
-    set_formulas(given["in_place"], given["movements"], given["as_strided"], given["cast"]);
+    const auto formula = [&](const char* name) { return py::object(given[name]); };
+    set_formulas({given["in_place"], formula("movements"), formula("as_strided"), formula("cast"), formula("unpack_mask")});
     callbacks = new Callbacks(given);
   });
   module.def("set_smallest", [](int64_t any, int64_t of_parameter) { smallest = {any, of_parameter}; });
@@ -934,13 +990,10 @@ void add_hook(py::module_& module) {
   module.def("narrow", [](py::handle hook, py::handle node, const py::object& value, py::handle dtype) {
     narrow(hook, node_behind(node), value, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
   });
-  module.def("view_of", [](const py::object& base, py::handle view, py::handle of) {
-    return view_of(base, THPVariable_Unpack(view.ptr()), THPVariable_Unpack(of.ptr()));
+  module.def("packed_masks", [] {
+    packed_masks().forget_dead();
+    return packed_masks().masks.size();
   });
-  module.def(
-      "recipe_of", [](const py::object& formula, const py::object& operand, const py::tuple& arguments, py::handle tensor) {
-        return recipe_of("bits", formula, operand, arguments, THPVariable_Unpack(tensor.ptr()), {-4});
-      });
   module.def("choose", [](int64_t configuration, const py::object& formula, bool fuses) {
     chosen()[configuration] = {formula, fuses};
   });

@@ -2,10 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-
-#include <vector>
 
 #include "../../recipes/masks.h"
 #include "../devices.h"
@@ -19,6 +15,8 @@ template <class Kernel>
 void parallel(int64_t n, const Kernel& kernel) {
   at::parallel_for(0, (n + 7) / 8, at::internal::GRAIN_SIZE / 8, kernel);
 }
+
+}  // namespace
 
 at::Tensor pack_mask(const at::Tensor& mask) {
   const int64_t n = mask.numel();
@@ -35,7 +33,7 @@ at::Tensor pack_mask(const at::Tensor& mask) {
   return bits;
 }
 
-at::Tensor unpack_mask(const at::Tensor& bits, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+at::Tensor unpack_mask(const at::Tensor& bits, at::IntArrayRef sizes, at::IntArrayRef strides) {
   at::Tensor mask = empty_strided(bits, at::kBool, sizes, strides);
   const int64_t n = mask.numel();
   const auto* from = const_data<uint8_t>(bits);
@@ -48,13 +46,6 @@ at::Tensor unpack_mask(const at::Tensor& bits, const std::vector<int64_t>& sizes
 #endif
   parallel(n, [&](int64_t begin, int64_t end) { cpu::unpack_mask(from, to, n, begin, end); });
   return mask;
-}
-
-}  // namespace
-
-void add_masks(pybind11::module_& module) {
-  module.def("pack_mask", &pack_mask);
-  module.def("unpack_mask", &unpack_mask);
 }
 
 }  // namespace fastact::recipes

@@ -1,11 +1,12 @@
 // Bool tensors at 8 elements to the byte.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include <ATen/core/Tensor.h>
 
 namespace fastact::recipes {
 
-// pack_mask(mask) -> bits, of a dense mask in the order of its memory; unpack_mask(bits, shape, strides) -> the mask.
-void add_masks(pybind11::module_& module);
+// The bits of a dense mask, in the order of its memory, and the mask again.
+at::Tensor pack_mask(const at::Tensor& mask);
+at::Tensor unpack_mask(const at::Tensor& bits, at::IntArrayRef sizes, at::IntArrayRef strides);
 
 }  // namespace fastact::recipes

@@ -20,6 +20,7 @@
 
 #include "../dtypes.h"
 #include "fusion.h"
+#include "masks.h"
 
 namespace fastact::recipes {
 
@@ -115,20 +116,15 @@ int64_t configuration_of(const at::Tensor& tensor) {
   return number_of(numbers);
 }
 
-struct Formulas {
-  py::dict in_place;
-  py::object movements, as_strided, cast;
-};
-
-Formulas* formulas = nullptr;
+const Formulas* known = nullptr;
 
 // The half type that all elements of a float32 recipe came from, by movements alone, or undefined.
 at::ScalarType origin_of(const Value& value) {
   if (!value.is_recipe() || value.dtype != at::kFloat) {
     return at::ScalarType::Undefined;
   }
-  const bool is_cast = value.formula.is(formulas->cast);
-  if (!is_cast && !contains(formulas->movements, value.formula)) {
+  const bool is_cast = value.formula.is(formulas().cast);
+  if (!is_cast && !contains(formulas().movements, value.formula)) {
     return at::ScalarType::Undefined;
   }
   auto result = at::ScalarType::Undefined;
@@ -169,7 +165,7 @@ at::Tensor in_origin(Value& value) {
   if (is_half(value.dtype_of())) {
     return value.tensor();
   }
-  if (value.formula.is(formulas->cast)) {
+  if (value.formula.is(formulas().cast)) {
     return value_of(value.operands[0]).tensor();
   }
   c10::SmallVector<py::object, 8> given;
@@ -319,16 +315,19 @@ at::Tensor Value::compute(bool* is_temporary) {
     return *std::move(fused);
   }
   const bool is_back = is_cast_back(*this);
-  if (is_back || (!formula.is(formulas->cast) && origin_of(*this) != at::ScalarType::Undefined)) {
+  if (is_back || (!formula.is(formulas().cast) && origin_of(*this) != at::ScalarType::Undefined)) {
     const at::Tensor tensor = is_back ? in_origin(value_of(operands[0])) : in_origin(*this).to(at::kFloat);
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
-  if (formula.is(formulas->as_strided)) {
+  if (formula.is(formulas().as_strided)) {
     const at::Tensor base = value_of(operands[0]).tensor();
     return base.as_strided(sizes, strides, base.storage_offset() + PyLong_AsLongLong(PyTuple_GET_ITEM(arguments.ptr(), 0)));
   }
+  if (formula.is(formulas().unpack_mask)) {
+    return unpack_mask(value_of(operands[0]).tensor(), sizes, strides);
+  }
   bool is_new = false;
-  const at::Tensor tensor = formula.is(formulas->cast) ? value_of(operands[0]).tensor().to(dtype) : apply(&is_new);
+  const at::Tensor tensor = formula.is(formulas().cast) ? value_of(operands[0]).tensor().to(dtype) : apply(&is_new);
   const at::Tensor strided = has_strides ? in_strides(tensor, strides) : tensor;
   if (is_temporary) {
     *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
@@ -352,7 +351,7 @@ at::Tensor Value::apply(bool* is_new) {
     given.push_back(py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(operand))));
   }
   if (may_write) {
-    PyObject* const other = PyDict_GetItem(formulas->in_place.ptr(), called);
+    PyObject* const other = PyDict_GetItem(formulas().in_place.ptr(), called);
     called = other ? other : called;
   }
   return call(called, given, arguments, is_new);
@@ -398,12 +397,16 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   return object;
 }
 
-void set_formulas(const py::dict& in_place, py::object movements, py::object as_strided, py::object cast) {
-  formulas = new Formulas{in_place, std::move(movements), std::move(as_strided), std::move(cast)};
+void set_formulas(Formulas given) {
+  known = new Formulas(std::move(given));
+}
+
+const Formulas& formulas() {
+  return *known;
 }
 
 bool is_cast_back(const Value& value) {
-  return is_half(value.dtype) && value.is_recipe() && value.formula.is(formulas->cast) && is_value(value.operands[0]) &&
+  return is_half(value.dtype) && value.is_recipe() && value.formula.is(formulas().cast) && is_value(value.operands[0]) &&
          origin_of(value_of(value.operands[0])) == value.dtype;
 }
 

@@ -117,9 +117,17 @@ bool is_value(py::handle object);
 // A kept value. `hooks` is None or the pair of hooks around the scope.
 py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks);
 
-// Formulas that write to their first operand, by those that don't: for temporaries. Those whose elements are their operands';
-// and two that aren't called: as_strided(base, offset), whose sizes and strides are the recipe's, and the cast to its dtype.
-void set_formulas(const py::dict& in_place, py::object movements, py::object as_strided, py::object cast);
+// The formulas that this library knows.
+struct Formulas {
+  py::dict in_place;     // those that write to their first operand, by those that don't: for temporaries
+  py::object movements;  // those whose elements are their operands'
+  // Those that aren't called: a view of (base, offset), a cast, and a mask of its bits, whose sizes, strides and dtype are the
+  // recipe's.
+  py::object as_strided, cast, unpack_mask;
+};
+
+void set_formulas(Formulas given);
+const Formulas& formulas();
 
 // Whether it is a cast back to the half type that all its elements came from, by movements alone: nothing is to be cast.
 bool is_cast_back(const Value& value);
