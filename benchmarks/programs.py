@@ -13,7 +13,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from activations_cuda import _C
-from activations_cuda.recipes import norms, rules
+from activations_cuda.recipes import hook, norms, rules
 from benchmarks import record
 from benchmarks.timing import StepClock, alternate, spread
 
@@ -77,10 +77,8 @@ def swiglu(x):
 
 
 def dropout(x):
-    bits = _C.recipes.pack_mask(torch.rand(x.shape, device="cuda") > 0.1)
-    mask = recipe(
-        torch.empty(x.shape, device="cuda", dtype=torch.bool), _C.recipes.unpack_mask, bits, arguments=(x.shape, x.stride())
-    )
+    bits = torch.randint(256, ((x.numel() + 7) // 8,), dtype=torch.uint8, device="cuda")
+    mask = recipe(torch.empty(x.shape, device="cuda", dtype=torch.bool), hook.UNPACK_MASK, bits)
     return recipe(x, rules.scaled, x, mask, arguments=(1.1,))
 
 

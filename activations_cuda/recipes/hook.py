@@ -109,6 +109,8 @@ def _failed(tensor, error):
 SMALLEST = 2**14
 SMALLEST_COPY_OF_PARAMETER = 2**20
 
+UNPACK_MASK = "unpack_mask"  # stands for a formula that C++ computes
+
 _C.recipes.set_smallest(SMALLEST, SMALLEST_COPY_OF_PARAMETER)
 _C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, torch.reshape)
 _C.recipes.set_up(
@@ -123,7 +125,7 @@ _C.recipes.set_up(
     is_right=_is_right,
     functions=_C,
     as_strided=torch.as_strided,
-    unpack_mask="unpack_mask",
+    unpack_mask=UNPACK_MASK,
     same=same,
     failed=_failed,
     cast_node="ToCopyBackward0",
