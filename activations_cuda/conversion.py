@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from activations_cuda import _C
-from activations_cuda.copies import unwrapped
+from activations_cuda.copies import moved_by_wrapper, unwrapped
 from activations_cuda.replacements import (
     FUNCTIONS,
     OURS,
@@ -93,7 +93,7 @@ def arguments_of(
             f"{name}: expected the arguments of the model's forward ({error}); one list, tuple or dict stands for several, so "
             "pass one that the model takes in a tuple"
         ) from None
-    return args, kwargs
+    return moved_by_wrapper(model, (args, kwargs))
 
 
 def _counted(classes):

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from activations_cuda.replacements import original_of, subclass
 
-__all__ = ["Copier", "unwrapped"]
+__all__ = ["Copier", "moved_by_wrapper", "unwrapped"]
 
 BUILTIN = type(None), type(...), bool, int, float, complex, str, bytes, type, ModuleType, BuiltinFunctionType
 ATOMIC = frozenset(BUILTIN) | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -42,9 +43,12 @@ SHARED = (
 RANDOM = "random.", "numpy.random."  # generators, whose state a forward pass changes
 
 
+PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
+
+
 def wrapped(module: nn.Module) -> nn.Module | None:
     """The module that torch.compile or a parallel wrapper holds."""
-    if issubclass(type(module), (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if issubclass(type(module), PARALLEL):
         return module._modules["module"]
     dynamo = sys.modules.get("torch._dynamo")
     return module._modules["_orig_mod"] if dynamo and issubclass(type(module), dynamo.OptimizedModule) else None
@@ -54,6 +58,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while (inner := wrapped(model)) is not None:
         model = inner
     return model
+
+
+def moved_by_wrapper(model: nn.Module, inputs: Any) -> Any:
+    """The inputs on the device to which a parallel wrapper moves them."""
+    device_ids = model.device_ids if issubclass(type(model), PARALLEL) else None  # none, e.g., on the CPU
+    if not device_ids:
+        return inputs
+    return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to(device_ids[0]), inputs)
 
 
 def _listed(values: Callable[[], Iterable[Any]]) -> list[Any]:

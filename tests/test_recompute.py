@@ -1280,6 +1280,7 @@ def test_grad_scaler(deterministic):
 
 @pytest.mark.cuda
 def test_memory_is_constant_on_a_gpu():
+    gc.collect()  # what other tests have left
     net, x = big_net()
     used = []
     for i in range(300):
