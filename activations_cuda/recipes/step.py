@@ -37,8 +37,8 @@ class Op:
 
     Args:
         formula: what computes the output.
-        operands: of the op, by the names under which the node saves them; None: it doesn't, and the graph must tell. Or None for
-            all of an op that joins any number of them along a dimension, its first argument.
+        operands: of the op, by the names under which the node saves them (None: it doesn't, and the graph must tell); or None
+            for all of an op that joins any number of them along a dimension, its first argument.
         arguments: names of what else it is given, under which the node saves it; also SHAPE and DTYPE.
         saved: names of other tensors that the node saved, which are operands of the formula too.
         convert: what makes the formula's arguments of the node's.
