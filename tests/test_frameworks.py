@@ -361,6 +361,73 @@ def test_torchvision(device, deterministic):
     compare(create, train)
 
 
+class Convolution(nn.Module):
+    def __init__(self, inputs, outputs, size=3):
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
+        self.bn, self.act = nn.BatchNorm2d(outputs), nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+    def forward_fused(self, x):
+        return self.act(self.conv(x))
+
+
+class CrossStage(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.first, self.last = Convolution(channels, channels, 1), Convolution(channels // 2 * 3, channels, 1)
+        self.inner = nn.Sequential(Convolution(channels // 2, channels // 2), Convolution(channels // 2, channels // 2))
+
+    def forward(self, x):
+        parts = list(self.first(x).chunk(2, 1))
+        parts.append(parts[-1] + self.inner(parts[-1]))
+        return self.last(torch.cat(parts, 1))
+
+
+def test_a_loop_as_for_yolo(device, deterministic, tmp_path):
+    """Frozen first layers, scaled and accumulated gradients, an average that is saved whole in float16 and then fused."""
+
+    def create():
+        return nn.Sequential(Convolution(3, 16), CrossStage(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+
+    def train(model):
+        model = model.to(device, memory_format=torch.channels_last).train()
+        average = copy.deepcopy(model).eval().requires_grad_(False)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 1e-2, momentum=0.9, nesterov=True)
+        scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
+        losses = []
+        for step in range(4):
+            torch.manual_seed(step)
+            images = torch.randn(4, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
+            with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
+                loss = F.cross_entropy(model(images), torch.arange(4, device=device))
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                for one, other in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+                    if one.dtype.is_floating_point:
+                        one.mul_(0.9).add_(other.detach(), alpha=0.1)
+            losses.append(loss.item())
+        torch.save({"ema": copy.deepcopy(average).half()}, tmp_path / "last.pt")
+        loaded = torch.load(tmp_path / "last.pt", weights_only=False)["ema"].float()
+        for module in loaded.modules():
+            if isinstance(module, Convolution):
+                module.conv = torch.nn.utils.fuse_conv_bn_eval(module.conv, module.bn)
+                del module.bn
+                module.forward = module.forward_fused
+        losses.append(loaded(images).sum().item())
+        return losses
+
+    compare(create, train)
+
+
 @pytest.fixture(autouse=True)
 def quiet():
     with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import itertools
 import os
 import re
 import threading
@@ -269,6 +270,7 @@ def test_outer_hooks_get_what_is_kept(layout):
 
     without, within = [], []
     run(contextlib.nullcontext, without)
+    run(recompute, [])  # tries the recipes
     for one, other in zip(run(contextlib.nullcontext, None), run(recompute, within), strict=True):
         assert torch.equal(one, other)
     assert sum(within) < 0.8 * sum(without)
@@ -282,6 +284,57 @@ def test_save_on_cpu_around():
         return gradients(net, loss)
 
     same_with_scope(run)
+
+
+class Offloaded(torch.autograd.graph.saved_tensors_hooks):
+    """As fine-tuning libraries offload: by a stream of its own, and a number stands for a tensor, which is fetched once."""
+
+    def __init__(self, device):
+        super().__init__(self.pack, self.fetch)
+        self.there, self.numbers, self.bytes = {}, itertools.count(), 0
+        self.stream = torch.cuda.Stream() if device == "cuda" else None
+
+    def pack(self, tensor):
+        number = next(self.numbers)
+        self.bytes += tensor.nbytes
+        if self.stream is None:
+            self.there[number] = tensor.detach().clone()
+            return number
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.there[number] = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        tensor.record_stream(self.stream)
+        return number
+
+    def fetch(self, number):
+        tensor = self.there.pop(number)
+        if self.stream is None:
+            return tensor
+        with torch.cuda.stream(self.stream):
+            tensor = tensor.to("cuda", non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        tensor.record_stream(torch.cuda.current_stream())
+        return tensor
+
+
+def test_asynchronous_offloading_around(device, deterministic):
+    given = {}
+
+    def run(scope):
+        net, x = small_net()
+        net, x = net.to(device), x.to(device)
+        result = []
+        for _ in range(2):
+            offloaded = Offloaded(device)
+            with offloaded, torch.autocast(device, torch.bfloat16), scope():
+                loss = net(x).float().square().mean()
+            result += gradients(net, loss)
+            assert not offloaded.there  # all came back
+        given[scope] = offloaded.bytes
+        return result
+
+    same_with_scope(run)
+    assert given[recompute] < 0.8 * given[contextlib.nullcontext]
 
 
 def test_nested_scopes_know_the_outer_hooks():

@@ -871,6 +871,7 @@ PyObject* pack_hook(PyObject* hook, PyObject* object) {
   HANDLE_TH_ERRORS
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const bool is_to_be_written = std::exchange(is_before_write, false);
+  const Packing packing;
   py::object value;
   const auto report = [&](const py::object& error) { callbacks->failed(py::handle(object), error); };
   try {

@@ -190,6 +190,8 @@ void deallocate(PyObject* self) {
 
 }  // namespace
 
+thread_local Packing* Packing::current = nullptr;
+
 Pass::~Pass() {
   const py::gil_scoped_acquire gil;
   passes().erase(task);
@@ -302,7 +304,11 @@ at::Tensor Value::compute(bool* is_temporary) {
     return held;
   }
   if (held_outside) {
-    const py::object result = unpack_outside(held_outside);
+    const auto hooks = py::reinterpret_borrow<py::tuple>(hooks_outside);
+    const py::object result = hooks[1](held_outside);
+    if (Packing::current) {
+      held_outside = hooks[0](result);
+    }
     TORCH_CHECK_TYPE(
         THPVariable_Check(result.ptr()), "recompute: expected a tensor of an unpack hook, got ",
         Py_TYPE(result.ptr())->tp_name);
@@ -391,9 +397,8 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
     value.take_layout_of(tensor);
     value.configuration = configuration_of(tensor);
   }
-  const py::tuple pair = hooks;
-  value.unpack_outside = pair[1];
-  value.held_outside = pair[0](py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
+  value.hooks_outside = hooks;
+  value.held_outside = py::tuple(hooks)[0](py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
   return object;
 }
 

@@ -69,7 +69,7 @@ struct Value {
 
   // What is kept: a tensor, or what the hooks around the scope made of it.
   at::Tensor held;
-  py::object held_outside, unpack_outside;
+  py::object held_outside, hooks_outside;  // the latter a pair
   int64_t stream = 0;
   bool is_private = false;  // a parameter that only what saved it may read
   py::object copy;          // of it for others, or null
@@ -116,6 +116,16 @@ bool is_value(py::handle object);
 
 // A kept value. `hooks` is None or the pair of hooks around the scope.
 py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks);
+
+// While a tensor is packed what is read is read to try recipes. So what the hooks outside give back is theirs again: some give
+// it only once.
+struct Packing {
+  Packing() : outer(current) { current = this; }
+  ~Packing() { current = outer; }
+
+  Packing* outer;
+  static thread_local Packing* current;
+};
 
 // The formulas that this library knows.
 struct Formulas {
