@@ -130,7 +130,7 @@ class _OutOfPlace(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Recomputed:
+class Recomputed:
     """What the modules of a copy keep within recompute().
 
     Attributes:
@@ -210,7 +210,7 @@ def memory_report(
     args, kwargs = arguments_of("memory_report", model, inputs, keyword_inputs, example_inputs)
     found = Survey(model, args, kwargs, frozenset(FUNCTIONS.values()), recompute)
     before, after = found.saved(frozenset()), found.saved(found.chosen)
-    within = _Recomputed(model, args, kwargs, found.converts()) if recompute else None
+    within = Recomputed(model, args, kwargs, found.converts()) if recompute else None
     layers = tuple(
         LayerMemory(
             name, original_of(type(module)).__name__, before[module], after[module], within.kept[module] if within else None
