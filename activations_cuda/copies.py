@@ -62,8 +62,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def moved_by_wrapper(model: nn.Module, inputs: Any) -> Any:
     """The inputs on the device to which a parallel wrapper moves them."""
-    device_ids: Any = model.device_ids if issubclass(type(model), PARALLEL) else None  # none, e.g., on the CPU
-    if not device_ids:
+    while not issubclass(type(model), PARALLEL):
+        inner = wrapped(model)
+        if inner is None:
+            return inputs
+        model = inner
+    device_ids: Any = model.device_ids
+    if not device_ids:  # on the CPU
         return inputs
     return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to(device_ids[0]), inputs)
 

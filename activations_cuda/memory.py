@@ -208,9 +208,12 @@ def memory_report(
     """
     check_model("memory_report", model)
     args, kwargs = arguments_of("memory_report", model, inputs, keyword_inputs, example_inputs)
-    found = Survey(model, args, kwargs, frozenset(FUNCTIONS.values()), recompute)
+    classes = frozenset(FUNCTIONS.values())
+    found = Survey(model, args, kwargs, classes)
     before, after = found.saved(frozenset()), found.saved(found.chosen)
-    within = Recomputed(model, args, kwargs, found.converts()) if recompute else None
+    within = None
+    if recompute:
+        within = Recomputed(model, args, kwargs, Survey(model, args, kwargs, classes, recompute=True).converts())
     layers = tuple(
         LayerMemory(
             name, original_of(type(module)).__name__, before[module], after[module], within.kept[module] if within else None

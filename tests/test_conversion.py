@@ -420,6 +420,7 @@ def test_wrapped_models(wrap):
     wrapped = wrap(model)
     assert activations_cuda.convert(wrapped, example_inputs=(x,)) is wrapped
     assert activations_cuda.converted(model) == {"ByFunctional": 1}
+    x = x.to(model.conv.weight.device)  # where DataParallel has moved it
     assert torch.equal(wrapped(x), activations_cuda.revert(copy.deepcopy(model))(x))
 
 
@@ -1285,6 +1286,7 @@ def test_recompute_in_a_models_forward():
     before = saved_bytes(plain, x)
     assert activations_cuda.convert(model, x, recompute=True) is model
     assert "activations_cuda.recompute" in repr(model)
+    model(x)  # tries the recipes
     count = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: count.append(tensor.nbytes) or tensor, lambda tensor: tensor):
         loss = model(x).square().mean()

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensor
 
 import activations_cuda
 from activations_cuda import __main__ as command
-from activations_cuda import survey
+from activations_cuda import memory, survey
 from activations_cuda.__main__ import main
 from activations_cuda.memory import LayerMemory, memory_report, saved_bytes
 from activations_cuda.replacements import original_of, set_class
@@ -324,3 +325,21 @@ def test_report_of_what_has_no_rule(kind):
     assert report.recompute == scope.bytes(model) and sum(layer.recompute for layer in report.layers) == report.recompute
     assert not {"CatBackward0", "StackBackward0"} & set(report.recomputed)
     del output
+
+
+def test_nothing_is_real_in_a_report(monkeypatch):
+    """Neither masks nor what is read of them."""
+    held = []
+    monkeypatch.setattr(memory, "_kept_storages", lambda value: held.extend(root.held for root in value.roots) or [])
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            y = x @ self.weight
+            return (y.sin().masked_fill(y > 0, 0.5) * y) @ self.weight
+
+    activations_cuda.memory_report(Net(), torch.empty(2**10, 64, device="meta"), recompute=True)
+    assert held and all(isinstance(tensor, FakeTensor) for tensor in held)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import math
 import os
 import re
 import threading
@@ -335,6 +336,74 @@ def test_asynchronous_offloading_around(device, deterministic):
 
     same_with_scope(run)
     assert given[recompute] < 0.8 * given[contextlib.nullcontext]
+
+
+def test_outer_hooks_that_give_nothing_back_before_backward():
+    """Then no recipe is tried; without them it is, as ever."""
+    is_backward = False
+
+    def unpack(tensor):
+        if not is_backward:
+            raise RuntimeError("not yet")
+        return tensor
+
+    x = torch.randn(4, 8, requires_grad=True)
+    for hooks in torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack), contextlib.nullcontext():
+        is_backward = False
+        with hooks, Scope() as scope:
+            loss = Keep.apply(F.softplus(x + x)).sum()
+        is_backward = True
+        loss.backward()
+    assert scope.count[True] > 0
+
+
+def test_outer_hooks_need_no_parameters():
+    """Of a linear layer whose weight is saved as a view."""
+    given, layer = [], nn.Linear(64, 64)
+    x = torch.randn(2, 64, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: given.append(tensor.shape) or tensor, lambda tensor: tensor)
+    with hooks, recompute():
+        loss = layer(x).sum()
+    assert [*given] == [x.shape]
+    with torch.no_grad():
+        layer.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_dropout_of_everything(device):
+    """Zeros, whatever the input is: not the mask's product with it."""
+    x = torch.randn(64, device=device)
+    x[0] = math.inf
+    for p in 0.5, 1.0:
+
+        def run(scope, p=p):
+            torch.manual_seed(0)
+            leaf = x.clone().requires_grad_()
+            with scope():
+                dropped = torch.native_dropout(leaf.abs(), p, True)[0]
+                loss = (Keep.apply(dropped) * Keep.apply(leaf)).sum()
+            return torch.autograd.grad(loss, leaf)
+
+        same_with_scope(run)
+
+
+def test_mask_that_overlaps_itself():
+    mask = torch.rand(1 << 12) > 0.5
+    mask.as_strided_((64, 64), (0, 1))
+    x = torch.randn(64, 64, requires_grad=True)
+    with recompute():
+        loss = torch.where(mask, x, x * 2).sum()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.where(mask, 1.0, 2.0).expand(64, 64))
+
+
+def test_joined_with_an_empty_tensor(device):
+    """Of any shape, as torch.cat takes it."""
+    x, empty = (torch.randn(size, device=device, requires_grad=True) for size in ((4, 8), (0,)))
+    with Scope() as scope:
+        loss = Keep.apply(torch.cat([empty, x.sin()])).sum()
+    assert "CatBackward0" in [value.source for value in scope.values() if value.is_recipe]
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(Keep.apply(x.sin()).sum(), x)[0])
 
 
 def test_nested_scopes_know_the_outer_hooks():
@@ -1255,6 +1324,7 @@ def test_cuda_graph_of_a_whole_step(deterministic):
             optimizer.step()
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
                 step()

@@ -109,7 +109,7 @@ def _failed(tensor, error):
 SMALLEST = 2**14
 SMALLEST_COPY_OF_PARAMETER = 2**20
 
-UNPACK_MASK = "unpack_mask"  # stands for a formula that C++ computes
+AS_STRIDED, UNPACK_MASK = "as_strided", "unpack_mask"  # stand for formulas that C++ computes
 
 _C.recipes.set_smallest(SMALLEST, SMALLEST_COPY_OF_PARAMETER)
 _C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, torch.reshape)
@@ -124,7 +124,7 @@ _C.recipes.set_up(
     step=_step,
     is_right=_is_right,
     functions=_C,
-    as_strided=torch.as_strided,
+    as_strided=AS_STRIDED,
     unpack_mask=UNPACK_MASK,
     same=same,
     failed=_failed,

@@ -111,8 +111,8 @@ def rrelu(step: Step) -> Result:
     return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
 
 
-def scale_of_dropout(p: float) -> tuple[float]:
-    return (0.0 if p == 1 else 1 / (1 - p),)
+def scale_of_dropout(p: float) -> tuple[float] | None:
+    return None if p == 1 else (1 / (1 - p),)  # the former is zeros, whatever the input
 
 
 def scaled(input, mask, scale):

@@ -41,7 +41,7 @@ class Op:
             for all of an op that joins any number of them along a dimension, its first argument.
         arguments: names of what else it is given, under which the node saves it; also SHAPE and DTYPE.
         saved: names of other tensors that the node saved, which are operands of the formula too.
-        convert: what makes the formula's arguments of the node's.
+        convert: what makes the formula's arguments of the node's, or None if there is no recipe.
         when: the name of what must be true.
         otherwise: a rule for when it isn't, when an operand isn't known, or when no formula fits.
     """
@@ -54,7 +54,7 @@ class Op:
         operands: tuple[str | None, ...] | None,
         arguments: tuple[str, ...] = (),
         saved: tuple[str, ...] = (),
-        convert: Callable[..., tuple[Any, ...]] | None = None,
+        convert: Callable[..., tuple[Any, ...] | None] | None = None,
         when: str | None = None,
         otherwise: Callable[["Step"], Result] | None = None,
     ) -> None:
@@ -77,23 +77,11 @@ class Step:
         is_assumed: set by a rule that assumes an operand; its recipe is verified at each use.
     """
 
-    __slots__ = ("_hook", "_meta", "depth", "is_assumed", "node", "number", "tensor")
+    __slots__ = ("_hook", "depth", "is_assumed", "node", "number", "tensor")
 
     def __init__(self, hook: Any, node: "Node", number: int, tensor: Tensor | None, depth: int) -> None:
         self._hook, self.node, self.number, self.tensor, self.depth = hook, node, number, tensor, depth
         self.is_assumed = False
-        self._meta: Any = None
-
-    @property
-    def meta(self) -> Any:
-        """Shape, dtype and device of the output."""
-        if self._meta is None:
-            self._meta = self.node._input_metadata[self.number]  # type: ignore[attr-defined]
-        return self._meta
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.meta.shape)
 
     def operand(self, i: int, name: str | None = None) -> Any:
         """The value of operand i, found by its edge or as what the node saved under a name: a value, a number or None."""

@@ -119,8 +119,8 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
     start = time.perf_counter()
     try:
         return _verify(recipe, untried, tensor)
-    except torch.OutOfMemoryError:
-        return False  # at its next use there may be room
+    except (torch.OutOfMemoryError, LookupError):
+        return False  # at its next use there may be room, or what the hooks outside have
     except RuntimeError as error:  # a formula that isn't for this device or dtype
         log.debug("recompute: %s: %s", recipe.source, error)
         return _refuse(recipe, tensor)

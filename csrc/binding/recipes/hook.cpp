@@ -170,8 +170,10 @@ struct Sharding {
   bool is_there, may_be_flat;
 } sharding = {false, false};
 
-bool is_leaf(const Node& node) {
-  return typeid(node) == typeid(torch::autograd::AccumulateGrad);
+// Whether it leads to a leaf of the graph.
+bool is_leaf(const torch::autograd::Edge& edge) {
+  const Node* const node = edge.function.get();
+  return node && typeid(*node) == typeid(torch::autograd::AccumulateGrad);
 }
 
 bool is_parameter(const at::Tensor& tensor) {
@@ -226,7 +228,7 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
     }
   }
   if (!value) {
-    if (is_leaf(*node)) {
+    if (is_leaf({node, number})) {
       return find_leaf(static_cast<const torch::autograd::AccumulateGrad&>(*node).variable, reader, node, number, depth);
     }
     value = derive({hook, node, number, nullptr, depth});
@@ -277,7 +279,7 @@ py::object saved(py::handle node, PyObject* name) {
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   // A sharded parameter may be freed by now, but what was saved of it has a copy.
-  const bool is_saved = name && sharding.is_there && edge.function && is_leaf(*edge.function);
+  const bool is_saved = name && sharding.is_there && is_leaf(edge);
   if (edge.function && !is_saved) {
     return find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
   }
@@ -482,7 +484,11 @@ bool append_joined(Step& step, py::handle dim, std::vector<py::object>* operands
       continue;
     }
     const at::IntArrayRef each = value_of(value).sizes_of();
-    missing -= static_cast<int64_t>(each.size()) == dims ? each[along] : 1;  // the latter is stacked
+    const bool is_stacked = static_cast<int64_t>(each.size()) != dims;
+    if (is_stacked && c10::multiply_integers(each) == 0) {
+      continue;  // cat takes an empty one of any shape
+    }
+    missing -= is_stacked ? 1 : each[along];
     operands->push_back(std::move(value));
   }
   return missing == 0;
@@ -511,6 +517,9 @@ py::object by_data(Step& step, const py::object& name, const Data& rule) {
     return {};
   }
   recipe.arguments = rule.convert.is_none() ? py::object(std::move(values)) : rule.convert(*values);
+  if (recipe.arguments.is_none()) {
+    return {};
+  }
   return complete(step, name, object, /*is_assumed=*/false) ? object : py::object();
 }
 
@@ -559,7 +568,8 @@ py::object by_origin(Step& step, const py::object& name, const Origin& origin) {
 // kept so.
 py::object by_narrowing(Step& step, const py::object& name) {
   const torch::autograd::Edge& edge = step.node->next_edge(0);
-  if (!step.tensor || step.tensor->scalar_type() != at::kFloat || !edge.function || is_leaf(*edge.function)) {
+  if (!step.tensor || step.tensor->scalar_type() != at::kFloat || step.tensor->_version() > 0 || !edge.function ||
+      is_leaf(edge)) {
     return {};
   }
   const auto& source = edge.function->input_metadata(edge.input_nr);
@@ -768,8 +778,9 @@ auto& packed_masks() {
 // that somebody holds from scope to scope, as a model's buffer, and for a small part of a larger one: it would save nothing.
 py::object value_of_mask(py::handle hook, const py::object& outer, const at::Tensor& tensor, const at::Tensor& owner) {
   const int64_t numel = owner.numel();
-  if (owner.scalar_type() != at::kBool || numel == 0 || numel > 2 * tensor.numel() ||
-      numel != static_cast<int64_t>(owner.storage().nbytes())) {
+  const bool is_whole = numel == static_cast<int64_t>(owner.storage().nbytes()) && owner.is_non_overlapping_and_dense();
+  const bool has_kernel = owner.is_cpu() || owner.is_cuda();
+  if (owner.scalar_type() != at::kBool || numel == 0 || numel > 2 * tensor.numel() || !is_whole || !has_kernel) {
     return {};
   }
   const auto version = static_cast<int64_t>(owner._version());
@@ -784,7 +795,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   }
   if (value.is_none()) {
     const at::NoGradGuard no_grad;
-    const at::Tensor bits = assumes(hook) ? at::empty({(numel + 7) / 8}, owner.options().dtype(at::kByte)) : pack_mask(owner);
+    const at::Tensor bits = assumes(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
     value = recipe_of("bits", formulas().unpack_mask, keep(bits, py::none(), outer), py::tuple(), owner, {-4});
     if (masks.size() >= many) {
       packed_masks().forget_dead();
@@ -819,8 +830,7 @@ bool is_plain(py::handle hook, PyObject* object, const at::Tensor& tensor) {
 // one in a forward pass, may be larger.
 bool is_small(const at::Tensor& owner) {
   const auto& node = owner.grad_fn();
-  const bool is_of_parameter = node && name_of(*node).equal(callbacks->cast_node) && node->next_edge(0).function &&
-                               is_leaf(*node->next_edge(0).function);
+  const bool is_of_parameter = node && name_of(*node).equal(callbacks->cast_node) && is_leaf(node->next_edge(0));
   return static_cast<int64_t>(owner.storage().nbytes()) < (is_of_parameter ? smallest.of_parameter : smallest.any);
 }
 
@@ -855,8 +865,9 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
           : is_view                     ? value_of_view(hook, outer, tensor, owner)
                                         : replacement(hook, node, number, tensor);
   if (!value) {
-    value = keep(tensor, name_of(*node), outer);
-    value_of(value).is_private = !owner.grad_fn() && is_freed_parameter(owner);
+    const bool is_of_leaf = !owner.grad_fn();  // which the hooks outside needn't have
+    value = keep(tensor, name_of(*node), is_of_leaf ? py::object(py::none()) : outer);
+    value_of(value).is_private = is_of_leaf && is_freed_parameter(owner);
   }
   note(value, node, number);
   return value;

@@ -304,14 +304,7 @@ at::Tensor Value::compute(bool* is_temporary) {
     return held;
   }
   if (held_outside) {
-    const auto hooks = py::reinterpret_borrow<py::tuple>(hooks_outside);
-    const py::object result = hooks[1](held_outside);
-    if (Packing::current) {
-      held_outside = hooks[0](result);
-    }
-    TORCH_CHECK_TYPE(
-        THPVariable_Check(result.ptr()), "recompute: expected a tensor of an unpack hook, got ",
-        Py_TYPE(result.ptr())->tp_name);
+    const py::object result = fetch();
     return in_strides(THPVariable_Unpack(result.ptr()), strides);
   }
   if (auto fused = compute_fused(*this)) {
@@ -333,12 +326,39 @@ at::Tensor Value::compute(bool* is_temporary) {
     return unpack_mask(value_of(operands[0]).tensor(), sizes, strides);
   }
   bool is_new = false;
-  const at::Tensor tensor = formula.is(formulas().cast) ? value_of(operands[0]).tensor().to(dtype) : apply(&is_new);
+  at::Tensor tensor;
+  if (formula.is(formulas().cast)) {
+    const at::Tensor operand = value_of(operands[0]).tensor();
+    tensor = operand.to(dtype);
+    is_new = !tensor.is_same(operand);
+  } else {
+    tensor = apply(&is_new);
+  }
   const at::Tensor strided = has_strides ? in_strides(tensor, strides) : tensor;
   if (is_temporary) {
     *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
   }
   return strided;
+}
+
+py::object Value::fetch() {
+  const auto hooks = py::reinterpret_borrow<py::tuple>(hooks_outside);
+  py::object result;
+  try {
+    result = hooks[1](held_outside);
+  } catch (py::error_already_set& error) {
+    if (!Packing::current) {
+      throw;
+    }
+    py::raise_from(error, PyExc_LookupError, "recompute: the hooks outside give nothing back before the backward pass");
+    throw py::error_already_set();
+  }
+  TORCH_CHECK_TYPE(
+      THPVariable_Check(result.ptr()), "recompute: expected a tensor of an unpack hook, got ", Py_TYPE(result.ptr())->tp_name);
+  if (Packing::current) {
+    held_outside = hooks[0](result);
+  }
+  return result;
 }
 
 at::Tensor Value::apply(bool* is_new) {

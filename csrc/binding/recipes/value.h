@@ -89,6 +89,8 @@ struct Value {
   friend py::object noted(const NodePointer& node, uint32_t number);
 
   at::Tensor remember(int task, at::Tensor tensor);
+  // What the hooks outside give back.
+  py::object fetch();
   // The formula of the operands. `is_new`: nobody else has the result.
   at::Tensor apply(bool* is_new);
 
