@@ -414,7 +414,10 @@ def test_a_graph_module_is_left_alone():
     assert copy.deepcopy(model)(x).shape == model(x).shape
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")], ids=["DataParallel", "compile"])
+WRAPPERS = {"DataParallel": partial(nn.DataParallel, device_ids=[0]), "compile": partial(torch.compile, backend="eager")}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_wrapped_models(wrap):
     model, x = ByFunctional(), torch.randn(IMAGES)
     wrapped = wrap(model)
