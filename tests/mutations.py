@@ -206,7 +206,12 @@ RECOMPUTE = [
     Mutant("a write is not seen", VALUE, "if (found != version) {", "if (false) {"),
     Mutant("remembered for good", VALUE, "std::exchange(value->remembered_, at::Tensor())", "value->remembered_"),
     Mutant("strides are not restored", VALUE, "tensor.strides() == strides ? tensor", "true ? tensor"),
-    Mutant("kept with its history", VALUE, "tensor.requires_grad() ? tensor : tensor.detach()", "true ? tensor : tensor"),
+    Mutant(
+        "kept with its history",
+        VALUE,
+        "tensor.requires_grad() ? tensor : at::Tensor(tensor.tensor_data())",
+        "true ? tensor : tensor",
+    ),
     Mutant("nodes by their address alone", VALUE, " || !is_alive(*found->second->node_)", ""),
     Mutant("writes to what others hold", VALUE, " && strided.storage().use_count() == 1", ""),
     Mutant(
@@ -229,7 +234,7 @@ RECOMPUTE = [
     Mutant("a gradient that isn't selected", STEPS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
     Mutant("moved in float32", VALUE, "origin_of(value_of(value.operands[0])) == value.dtype", "false"),
     Mutant("half types mixed", VALUE, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
-    Mutant("a rule for every output", HOOK, "step.number && !callbacks->of_all_outputs.contains(name)", "false"),
+    Mutant("a rule for every output", HOOK, "step.number && !contains(callbacks->of_all_outputs, name)", "false"),
     Mutant("the formula is not in the key", HOOK, "number_of_object(recipe.formula), ", ""),
     Mutant("writes between op and saver", HOOK, "recipe.version > recipe.max_writes", "false"),
     Mutant("no verification", RECIPES + "hook.py", "if untried and not verify(recipe, untried, tensor):", "if False:"),
