@@ -1270,8 +1270,10 @@ def interpret(program, model, dtype):
 @given(
     st.lists(INSTRUCTION, min_size=3, max_size=16),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.sampled_from([0, 200]),  # bytes: tensors of half types are smaller
+    st.booleans(),
 )
-def test_programs(program, dtype):
+def test_programs(program, dtype, smallest, has_outer_hooks):
     torch.manual_seed(1)
     model = nn.Module()
     model.a, model.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
@@ -1279,21 +1281,28 @@ def test_programs(program, dtype):
     def run(scope):
         torch.manual_seed(0)
         model.zero_grad()
-        with scope:
+        with outer if isinstance(scope, Scope) else contextlib.nullcontext(), scope:
             loss = interpret(program, model, dtype)
         kept = scope.bytes(model) if isinstance(scope, Plain) else None
         loss.backward()
         return [loss.detach(), model.a.grad, model.b.grad], kept
 
+    outer = contextlib.nullcontext()
+    if has_outer_hooks:
+        outer = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
     try:
         expected, _ = run(contextlib.nullcontext())
     except RuntimeError:
         return  # no program, or it writes to what is saved
     _, before = run(Plain())
-    found, after = run(Scope())
+    _C.recipes.set_smallest(smallest, smallest)
+    try:
+        found, after = run(Scope())
+    finally:
+        _C.recipes.set_smallest(0, 0)
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
-    assert after <= before
+    assert has_outer_hooks or after <= before
 
 
 # On a GPU
