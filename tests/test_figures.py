@@ -211,7 +211,7 @@ def test_figures_of_recompute():
 def test_figures_of_what_is_saved():
     rows = json.loads((RESULTS / "nvidia-h200-saved.json").read_text())["rows"]
     expected = [f"| {row['model']} | {row['gib']:.2f} | {changes(row, 'converted', 'recipes', 'both')} |" for row in rows]
-    page = read("docs/how-it-works.md")
+    page = read("docs/one-bit.md")
     assert re.findall(r"^\| .+% \|$", page, re.MULTILINE) == expected
     assert "in the scope conversion saves no memory" in page
     assert all(row["both"] > row["recipes"] - 0.001 for row in rows)
