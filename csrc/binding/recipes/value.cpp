@@ -119,7 +119,7 @@ int64_t configuration_of(const at::Tensor& tensor) {
 const Formulas* known = nullptr;
 
 // The half type that all elements of a float32 recipe came from, by movements alone, or undefined.
-at::ScalarType origin_of(const Value& value) {
+at::ScalarType half_of(const Value& value) {
   if (!value.is_recipe() || value.dtype != at::kFloat) {
     return at::ScalarType::Undefined;
   }
@@ -131,7 +131,7 @@ at::ScalarType origin_of(const Value& value) {
   for (const py::object& each : value.operands) {
     if (is_value(each)) {
       Value& operand = value_of(each);  // which a concatenation may cast itself
-      const at::ScalarType dtype = is_cast || is_half(operand.dtype_of()) ? operand.dtype_of() : origin_of(operand);
+      const at::ScalarType dtype = is_cast || is_half(operand.dtype_of()) ? operand.dtype_of() : half_of(operand);
       if (!is_half(dtype) || (result != at::ScalarType::Undefined && result != dtype)) {
         return at::ScalarType::Undefined;
       }
@@ -160,8 +160,8 @@ at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, const py:
   return THPVariable_Unpack(result.ptr());
 }
 
-// A value that has an origin, in that dtype.
-at::Tensor in_origin(Value& value) {
+// A value all of whose elements came from a half type, in that dtype.
+at::Tensor in_half(Value& value) {
   if (is_half(value.dtype_of())) {
     return value.tensor();
   }
@@ -170,7 +170,7 @@ at::Tensor in_origin(Value& value) {
   }
   c10::SmallVector<py::object, 8> given;
   for (const py::object& each : value.operands) {
-    given.push_back(is_value(each) ? py::reinterpret_steal<py::object>(THPVariable_Wrap(in_origin(value_of(each)))) : each);
+    given.push_back(is_value(each) ? py::reinterpret_steal<py::object>(THPVariable_Wrap(in_half(value_of(each)))) : each);
   }
   bool is_new = false;
   return call(value.formula.ptr(), given, value.arguments, &is_new);
@@ -314,8 +314,8 @@ at::Tensor Value::compute(bool* is_temporary) {
     return *std::move(fused);
   }
   const bool is_back = is_cast_back(*this);
-  if (is_back || (!formula.is(formulas().cast) && origin_of(*this) != at::ScalarType::Undefined)) {
-    const at::Tensor tensor = is_back ? in_origin(value_of(operands[0])) : in_origin(*this).to(at::kFloat);
+  if (is_back || (!formula.is(formulas().cast) && half_of(*this) != at::ScalarType::Undefined)) {
+    const at::Tensor tensor = is_back ? in_half(value_of(operands[0])) : in_half(*this).to(at::kFloat);
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
   if (formula.is(formulas().as_strided)) {
@@ -432,7 +432,7 @@ const Formulas& formulas() {
 
 bool is_cast_back(const Value& value) {
   return is_half(value.dtype) && value.is_recipe() && value.formula.is(formulas().cast) && is_value(value.operands[0]) &&
-         origin_of(value_of(value.operands[0])) == value.dtype;
+         half_of(value_of(value.operands[0])) == value.dtype;
 }
 
 int64_t number_of(const Configuration& configuration) {
