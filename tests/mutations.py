@@ -232,7 +232,7 @@ RECOMPUTE = [
     Mutant("a recipe's version, in place", HOOK, "value_of(value).replaced.reset();", ""),
     Mutant("a sharded weight is not copied", HOOK, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
     Mutant("a gradient that isn't selected", STEPS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
-    Mutant("moved in float32", VALUE, "origin_of(value_of(value.operands[0])) == value.dtype", "false"),
+    Mutant("moved in float32", VALUE, "half_of(value_of(value.operands[0])) == value.dtype", "false"),
     Mutant("half types mixed", VALUE, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
     Mutant("a rule for every output", HOOK, "step.number && !contains(callbacks->of_all_outputs, name)", "false"),
     Mutant("the formula is not in the key", HOOK, "number_of_object(recipe.formula), ", ""),
