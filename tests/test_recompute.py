@@ -347,14 +347,17 @@ def test_outer_hooks_that_give_nothing_back_before_backward():
             raise RuntimeError("not yet")
         return tensor
 
-    x = torch.randn(4, 8, requires_grad=True)
+    _C.recipes.forget_chosen()
+    x, counts = torch.randn(4, 8, requires_grad=True), []
     for hooks in torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack), contextlib.nullcontext():
         is_backward = False
         with hooks, Scope() as scope:
-            loss = Keep.apply(F.softplus(x + x)).sum()
+            y = x.cumsum(0)
+            loss = Keep.apply(y).sum() + Keep.apply(y.neg()).sum()
         is_backward = True
         loss.backward()
-    assert scope.count[True] > 0
+        counts.append(scope.count[True])
+    assert counts[0] == 0 < counts[1]
 
 
 def test_outer_hooks_need_no_parameters():

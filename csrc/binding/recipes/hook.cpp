@@ -829,9 +829,12 @@ bool is_plain(py::handle hook, PyObject* object, const at::Tensor& tensor) {
 // Whether a tensor's memory isn't worth the time to compute it again; a parameter's copy in another dtype, of which there is
 // one in a forward pass, may be larger.
 bool is_small(const at::Tensor& owner) {
+  const auto bytes = static_cast<int64_t>(owner.storage().nbytes());
+  if (bytes < smallest.any || bytes >= smallest.of_parameter) {  // as most are: the node needn't be asked
+    return bytes < smallest.any;
+  }
   const auto& node = owner.grad_fn();
-  const bool is_of_parameter = node && name_of(*node).equal(callbacks->cast_node) && is_leaf(node->next_edge(0));
-  return static_cast<int64_t>(owner.storage().nbytes()) < (is_of_parameter ? smallest.of_parameter : smallest.any);
+  return node && name_of(*node).equal(callbacks->cast_node) && is_leaf(node->next_edge(0));
 }
 
 py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
