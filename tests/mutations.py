@@ -77,6 +77,10 @@ PROGRAM = "csrc/recipes/program.h"
 CPU_PROGRAM = "csrc/recipes/cpu/kernels.cpp"
 CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
 HOOK = "csrc/binding/recipes/hook.cpp"
+DERIVATION = "csrc/binding/recipes/derivation.cpp"
+OPERANDS = "csrc/binding/recipes/operands.cpp"
+PARAMETERS = "csrc/binding/recipes/parameters.cpp"
+PACKED_MASKS = "csrc/binding/recipes/masks.cpp"
 RECIPES = "activations_cuda/recipes/"
 
 UNBROKEN = Mutant("nothing is broken", MASK, "kMaskBits = 8", "kMaskBits = 8")
@@ -218,7 +222,7 @@ RECOMPUTE = [
         "computed under autocast", VALUE, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"
     ),
     Mutant("a value of another version", VALUE, "version == static_cast<int64_t>(tensor._version()) &&", ""),
-    Mutant("an operand that was written to", HOOK, "!value_of(value).is_current() || is_private", "is_private"),
+    Mutant("an operand that was written to", OPERANDS, "!value_of(value).is_current() || is_private", "is_private"),
     Mutant(
         "any hook is a scope's",
         HOOK,
@@ -230,13 +234,13 @@ RECOMPUTE = [
         "a recipe of what is overwritten", HOOK, "value_of(value).is_recipe() && !is_written", "value_of(value).is_recipe()"
     ),
     Mutant("a recipe's version, in place", HOOK, "value_of(value).replaced.reset();", ""),
-    Mutant("a sharded weight is not copied", HOOK, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
+    Mutant("a sharded weight is not copied", PARAMETERS, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
     Mutant("a gradient that isn't selected", STEPS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
     Mutant("moved in float32", VALUE, "half_of(value_of(value.operands[0])) == value.dtype", "false"),
     Mutant("half types mixed", VALUE, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
-    Mutant("a rule for every output", HOOK, "step.number && !contains(callbacks->of_all_outputs, name)", "false"),
-    Mutant("the formula is not in the key", HOOK, "number_of_object(recipe.formula), ", ""),
-    Mutant("writes between op and saver", HOOK, "recipe.version > recipe.max_writes", "false"),
+    Mutant("a rule for every output", DERIVATION, "step.number && !contains(callbacks().of_all_outputs, name)", "false"),
+    Mutant("the formula is not in the key", DERIVATION, "number_of_object(recipe.formula), ", ""),
+    Mutant("writes between op and saver", DERIVATION, "recipe.version > recipe.max_writes", "false"),
     Mutant("no verification", RECIPES + "hook.py", "if untried and not verify(recipe, untried, tensor):", "if False:"),
     Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
     Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
@@ -256,8 +260,8 @@ RECOMPUTE = [
         "std::min<int64_t>(8, n - byte * 8); ++i) {\n      packed",
         "8; ++i) {\n      packed",
     ),
-    Mutant("a mask that was written to", HOOK, "found->second.version == version ?", "true ?"),
-    Mutant("indices that somebody has", HOOK, "value.held.storage().use_count() > 1", "false"),
+    Mutant("a mask that was written to", PACKED_MASKS, "found->second.version == version ?", "true ?"),
+    Mutant("indices that somebody has", DERIVATION, "value.held.storage().use_count() > 1", "false"),
     Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(input.sizes[-dims:]) <= 2**16", "if True"),
     Mutant("any power", PROGRAM, "a == 2 || a == 3", "true"),
     Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),

@@ -19,7 +19,7 @@
 #include "family.h"
 #include "find.h"
 #include "origin.h"
-#include "recipes/hook.h"
+#include "recipes/module.h"
 #include "recipes/smooth.h"
 
 #if defined(FASTACT_CUDA)
@@ -166,7 +166,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("family") = family;
 
   py::module_ of_recipes = module.def_submodule("recipes");
-  recipes::add_hook(of_recipes);
+  recipes::add_recipes(of_recipes);
 
   // Or Python would show a node as a CppFunction.
   static PyTypeObject node_class = {PyVarObject_HEAD_INIT(nullptr, 0)}, code_node_class = {PyVarObject_HEAD_INIT(nullptr, 0)},

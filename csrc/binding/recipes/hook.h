@@ -19,6 +19,11 @@ torch::autograd::SavedVariable save_before_write(const at::Tensor& tensor);
 // The value that a scope's hook has packed, or null.
 pybind11::object value_behind(const torch::autograd::SavedVariable& saved);
 
-void add_hook(pybind11::module_& module);
+// In bytes, the smallest tensors that are replaced; of a parameter's copies in another dtype.
+void set_smallest(int64_t any, int64_t of_parameter);
+
+// The pack hook of a Hook of Python's, and the unpack hook of all.
+pybind11::object pack_hook(const pybind11::object& hook);
+const pybind11::object& unpack_hook();
 
 }  // namespace fastact::recipes

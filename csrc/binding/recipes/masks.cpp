@@ -2,10 +2,16 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <iterator>
+#include <unordered_map>
 
 #include "../../recipes/masks.h"
 #include "../devices.h"
 #include "../older_torch.h"
+#include "derivation.h"
 
 namespace fastact::recipes {
 namespace {
@@ -14,6 +20,31 @@ namespace {
 template <class Kernel>
 void parallel(int64_t n, const Kernel& kernel) {
   at::parallel_for(0, (n + 7) / 8, at::internal::GRAIN_SIZE / 8, kernel);
+}
+
+// A mask that was packed: a weak reference to it, its version then, and weak references to its value and to the hook.
+struct PackedMask {
+  c10::weak_intrusive_ptr<c10::TensorImpl> mask;
+  int64_t version;
+  py::weakref value, hook;
+};
+
+// By their addresses; those that are gone are found when there are many.
+struct PackedMasks {
+  std::unordered_map<const c10::TensorImpl*, PackedMask> masks;
+  size_t many = 64;
+
+  void forget_dead() {
+    for (auto each = masks.begin(); each != masks.end();) {
+      each = each->second.mask.expired() ? masks.erase(each) : std::next(each);
+    }
+    many = std::max<size_t>(64, 2 * masks.size());
+  }
+};
+
+auto& registry() {
+  static auto& packed = *new PackedMasks();
+  return packed;
 }
 
 }  // namespace
@@ -49,6 +80,43 @@ at::Tensor unpack_mask(const at::Tensor& bits, at::IntArrayRef sizes, at::IntArr
 #endif
   parallel(n, [&](int64_t begin, int64_t end) { cpu::unpack_mask(from, to, n, begin, end); });
   return mask;
+}
+
+py::object value_of_mask(py::handle hook, const py::object& outer, const at::Tensor& tensor, const at::Tensor& owner) {
+  const int64_t numel = owner.numel();
+  const bool is_whole = numel == static_cast<int64_t>(owner.storage().nbytes()) && owner.is_non_overlapping_and_dense();
+  const bool has_kernel = owner.is_cpu() || owner.is_cuda();
+  if (owner.scalar_type() != at::kBool || numel == 0 || numel > 2 * tensor.numel() || !is_whole || !has_kernel) {
+    return {};
+  }
+  const auto version = static_cast<int64_t>(owner._version());
+  auto& [masks, many] = registry();
+  const auto found = masks.find(owner.unsafeGetTensorImpl());
+  py::object value = py::none();
+  if (found != masks.end() && !found->second.mask.expired()) {
+    if (!found->second.hook().is(hook)) {
+      return {};
+    }
+    value = found->second.version == version ? py::object(found->second.value()) : value;
+  }
+  if (value.is_none()) {
+    const at::NoGradGuard no_grad;
+    const at::Tensor bits = assumes(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
+    value = recipe_of("bits", formulas().unpack_mask, keep(bits, py::none(), outer), py::tuple(), owner, {-4});
+    if (masks.size() >= many) {
+      registry().forget_dead();
+    }
+    masks.insert_or_assign(
+        owner.unsafeGetTensorImpl(),
+        PackedMask{
+            c10::weak_intrusive_ptr<c10::TensorImpl>(owner.getIntrusivePtr()), version, py::weakref(value), py::weakref(hook)});
+  }
+  return owner.is_same(tensor) ? value : view_of(value, tensor, owner);
+}
+
+size_t packed_masks() {
+  registry().forget_dead();
+  return registry().masks.size();
 }
 
 }  // namespace fastact::recipes

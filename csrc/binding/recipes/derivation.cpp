@@ -1,0 +1,373 @@
+#include "derivation.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <variant>
+
+#include "../dtypes.h"
+#include "../origin.h"
+#include "fusion.h"
+#include "parameters.h"
+
+namespace fastact::recipes {
+
+thread_local Derivation* Derivation::current = nullptr;
+
+namespace {
+
+// A number for an object by its value; of a float the type will do, since other values take the same path.
+int64_t number_of_object(py::handle object) {
+  static auto& numbers = *new py::dict();
+  const py::handle key = PyFloat_CheckExact(object.ptr()) ? py::handle(reinterpret_cast<PyObject*>(&PyFloat_Type)) : object;
+  PyObject* const found = PyDict_GetItemWithError(numbers.ptr(), key.ptr());
+  if (found) {
+    return PyLong_AsLongLong(found);
+  }
+  if (PyErr_Occurred()) {
+    throw py::error_already_set();
+  }
+  const auto number = static_cast<int64_t>(numbers.size());
+  numbers[key] = number;
+  return number;
+}
+
+// Gives a recipe the formula that fits its configuration, or has it tried. False if none fits.
+bool choose(const py::object& object, bool is_assumed) {
+  Value& recipe = value_of(object);
+  const auto known = chosen().find(recipe.configuration);
+  const bool is_known = known != chosen().end();
+  if (is_known && known->second.formula.is_none()) {
+    return false;
+  }
+  if ((!is_known || is_assumed) && Derivation::current) {
+    Derivation::current->untried.emplace_back(object, recipe.formula);
+  }
+  if (is_known) {
+    recipe.formula = known->second.formula;
+    recipe.fuses = known->second.fuses;
+  }
+  return true;
+}
+
+// Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
+bool complete(const Step& step, const py::object& name, const py::object& object) {
+  Value& recipe = value_of(object);
+  const auto& meta = step.node->input_metadata(step.number);
+  recipe.source = name;
+  recipe.sizes = sizes_of(meta);
+  Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
+  const auto add_root = [&](const py::object& root) {
+    if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
+      recipe.roots.push_back(root);
+    }
+  };
+  for (const py::object& each : recipe.operands) {
+    if (!is_value(each)) {
+      numbers.push_back(-2 - number_of_object(py::handle(reinterpret_cast<PyObject*>(Py_TYPE(each.ptr())))));
+      continue;
+    }
+    Value& value = value_of(each);
+    const bool is_number = value.sizes_of().empty();
+    if (value.device_of() && *value.device_of() != meta.device() && !is_number) {
+      return false;  // a copy between devices isn't cheap
+    }
+    numbers.push_back(configuration_of(value));
+    recipe.depth = std::max(recipe.depth, value.depth + 1);
+    if (!value.is_recipe()) {
+      add_root(each);
+      recipe.max_writes = std::max(recipe.max_writes, value.max_writes);
+      continue;
+    }
+    std::for_each(value.roots.begin(), value.roots.end(), add_root);
+    if (!value.replaced) {  // what somebody saved wasn't written to by this op
+      recipe.max_writes = std::max(recipe.max_writes, value.max_writes + 1);
+    }
+  }
+  if (recipe.depth == 0 || recipe.depth > kMaxDepth || recipe.roots.size() > 4 * kMaxDepth) {
+    return false;
+  }
+  for (const py::handle argument : py::reinterpret_borrow<py::tuple>(recipe.arguments)) {
+    numbers.push_back(number_of_object(argument));
+  }
+  append(numbers, recipe.sizes);
+  if (step.tensor) {
+    recipe.take_layout_of(*step.tensor);
+    append(numbers, recipe.strides);
+    numbers.push_back(recipe.version);  // in place or not
+  }
+  recipe.dtype = c10::typeMetaToScalarType(meta.dtype());
+  recipe.device = meta.device();
+  append(numbers, recipe.dtype, meta.device());
+  recipe.configuration = number_of(numbers);
+
+  if (!choose(object, step.is_assumed)) {
+    return false;
+  }
+  for (const py::object& each : recipe.operands) {
+    if (is_value(each)) {
+      ++value_of(each).readers;
+    }
+  }
+  return true;
+}
+
+// A rule that is data, see Op in recipes/step.py; read once.
+struct Data {
+  explicit Data(const py::object& rule)
+      : rule(rule),
+        formula(rule.attr("formula")),
+        when(rule.attr("when")),
+        otherwise(rule.attr("otherwise")),
+        convert(rule.attr("convert")),
+        is_joined(rule.attr("operands").is_none()) {
+    for (const char* list : {"operands", "saved"}) {
+      if (rule.attr(list).is_none()) {
+        continue;
+      }
+      for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr(list))) {
+        operands.push_back({name.is_none() ? nullptr : name.ptr(), std::string_view(list) == "operands"});
+      }
+    }
+    for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("arguments"))) {
+      arguments.push_back(name.ptr());
+    }
+  }
+
+  struct Operand {
+    PyObject* name;  // under which the node saves it, or null
+    bool has_edge;
+  };
+
+  py::object rule, formula, when, otherwise, convert;  // the first owns the names
+  bool is_joined;
+  std::vector<Operand> operands;
+  std::vector<PyObject*> arguments;
+};
+
+const Data& data_of(const py::object& rule) {
+  static auto& known = *new std::unordered_map<PyObject*, Data>();
+  const auto found = known.find(rule.ptr());
+  return found != known.end() ? found->second : known.emplace(rule.ptr(), Data(rule)).first->second;
+}
+
+// Each of the following gives a recipe its formula, operands and arguments. False where it can't.
+
+// By a rule that is data.
+bool by_data(Step& step, const Data& rule, Value& recipe) {
+  if (!rule.when.is_none() && attribute(step.python(), rule.when.ptr()).ptr() != Py_True) {
+    return false;
+  }
+  recipe.formula = rule.formula;
+  for (size_t i = 0; i < rule.operands.size(); ++i) {
+    const auto& [saved_as, has_edge] = rule.operands[i];
+    recipe.operands.push_back(has_edge ? operand(step, i, saved_as) : saved(step.python(), saved_as));
+    if (!recipe.operands.back()) {
+      return false;
+    }
+  }
+  py::tuple values(rule.arguments.size());
+  for (size_t i = 0; i < rule.arguments.size(); ++i) {
+    values[i] = argument(step, rule.arguments[i]);
+  }
+  if (rule.is_joined && !append_joined(step, values[0], &recipe.operands)) {
+    return false;
+  }
+  recipe.arguments = rule.convert.is_none() ? py::object(std::move(values)) : rule.convert(*values);
+  return !recipe.arguments.is_none();
+}
+
+// By a rule that is a function.
+bool by_function(Step& step, const py::object& rule, Value& recipe) {
+  const py::object tensor = step.tensor ? wrapped(*step.tensor) : py::object(py::none());
+  const py::object given = callbacks().step(step.hook, step.python(), step.number, tensor, step.depth, rule);
+  if (given.is_none()) {
+    return false;
+  }
+  const py::tuple result = given;
+  recipe.formula = result[0];
+  for (const py::handle each : result[1]) {
+    recipe.operands.push_back(py::reinterpret_borrow<py::object>(each));
+  }
+  recipe.arguments = result[2];
+  step.is_assumed = py::cast<bool>(result[3]);
+  return true;
+}
+
+// Of what a function of this package made.
+bool by_origin(Step& step, const Origin& origin, Value& recipe) {
+  py::object input = origin.op ? operand(step, 0, nullptr) : py::object();
+  if (!input) {
+    return false;
+  }
+  static auto& functions = *new std::map<std::pair<const char*, const char*>, py::object>();
+  py::object& function = functions[{origin.op, origin.overload}];
+  if (!function) {
+    function = callbacks().functions.attr(function_name(origin.op, origin.overload).c_str());
+  }
+  recipe.formula = function;
+  recipe.operands = {std::move(input)};
+  py::tuple parameters(origin.parameters.size());
+  for (size_t i = 0; i < origin.parameters.size(); ++i) {
+    parameters[i] = std::visit([](const auto& parameter) { return py::object(py::cast(parameter)); }, origin.parameters[i]);
+  }
+  recipe.arguments = std::move(parameters);
+  return true;
+}
+
+// Of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and is kept so.
+bool by_narrowing(Step& step, Value& recipe) {
+  const torch::autograd::Edge& edge = step.node->next_edge(0);
+  if (!step.tensor || step.tensor->scalar_type() != at::kFloat || step.tensor->_version() > 0 || !edge.function ||
+      is_leaf(edge)) {
+    return false;
+  }
+  const auto& source = edge.function->input_metadata(edge.input_nr);
+  const auto dtype = c10::typeMetaToScalarType(source.dtype());
+  if (!is_half(dtype) || source.device() != step.tensor->device()) {
+    return false;
+  }
+  const at::NoGradGuard no_grad;
+  recipe.formula = formulas().cast;
+  recipe.operands = {keep(step.tensor->to(dtype), name_of(*edge.function), attribute(step.hook, NAME("outer")))};
+  recipe.arguments = py::make_tuple(dtype_object(at::kFloat));
+  note(recipe.operands[0], edge.function, edge.input_nr);
+  return true;
+}
+
+// Whether a recipe gives its tensor, of which the untried ones and a scope that checks want proof.
+bool is_right(
+    py::handle hook, const py::object& recipe, const Derivation& derivation, const NodePointer& node,
+    const at::Tensor& tensor) {
+  const bool is_checked = attribute(hook, NAME("check")).ptr() == Py_True;
+  if (assumes(hook) || (derivation.untried.empty() && !is_checked)) {
+    return true;
+  }
+  py::list untried;
+  for (const auto& [each, formula] : derivation.untried) {
+    untried.append(py::make_tuple(each, formula));
+  }
+  return py::cast<bool>(callbacks().is_right(hook, recipe, untried, wrapped(node), wrapped(tensor)));
+}
+
+}  // namespace
+
+std::unordered_map<int64_t, Choice>& chosen() {
+  static auto& choices = *new std::unordered_map<int64_t, Choice>();
+  return choices;
+}
+
+py::object derive(Step step) {
+  const py::object name = name_of(*step.node);
+  const py::object rules = attribute(step.hook, NAME("rules"));  // by the names of nodes
+  const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
+  if (step.depth > kMaxDepth || (step.number && !contains(callbacks().of_all_outputs, name))) {
+    return {};
+  }
+  const auto made = [&](const auto& describe) {
+    py::object recipe = make_value();
+    return describe(value_of(recipe)) && complete(step, name, recipe) ? recipe : py::object();
+  };
+  if (!rule) {
+    const auto* ours = dynamic_cast<const WithOrigin*>(step.node.get());
+    return ours ? made([&](Value& recipe) { return by_origin(step, ours->origin, recipe); }) : py::object();
+  }
+  const auto by = [&](const py::object& function) {
+    return made([&](Value& recipe) { return by_function(step, function, recipe); });
+  };
+  if (!is_instance(rule, callbacks().rule_of_op)) {
+    return by(rule);
+  }
+  const Data& data = data_of(rule);
+  py::object result = made([&](Value& recipe) { return by_data(step, data, recipe); });
+  if (!result && name.equal(callbacks().cast_node)) {
+    return made([&](Value& recipe) { return by_narrowing(step, recipe); });
+  }
+  return result || data.otherwise.is_none() ? result : by(data.otherwise);
+}
+
+bool assumes(py::handle hook) {
+  return attribute(hook, NAME("assumes")).ptr() == Py_True;
+}
+
+py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor) {
+  Derivation derivation;
+  py::object object = derive({hook, node, number, &tensor, 0});
+  if (!object) {
+    return {};
+  }
+  Value& recipe = value_of(object);
+  if (!assumes(hook)) {
+    if (recipe.version > recipe.max_writes) {
+      return {};  // somebody has written to it since its op
+    }
+    recipe.replaced = torch::autograd::impl::version_counter(tensor);
+  }
+  if (!is_right(hook, object, derivation, node, tensor)) {
+    return {};
+  }
+  for (const auto& [output, value] : derivation.between) {
+    note(value.first, value.second, output.second);
+  }
+  return object;
+}
+
+py::object recipe_of(
+    const char* source, const py::object& formula, const py::object& operand, const py::tuple& arguments,
+    const at::Tensor& tensor, Configuration numbers) {
+  py::object object = make_value();
+  Value &recipe = value_of(object), &value = value_of(operand);
+  recipe.take_layout_of(tensor);
+  recipe.source = py::str(source);
+  recipe.formula = formula;
+  recipe.operands = {operand};
+  recipe.arguments = arguments;
+  recipe.roots = value.is_recipe() ? value.roots : std::vector<py::object>{operand};
+  recipe.depth = value.depth + 1;
+  numbers.push_back(configuration_of(value));
+  append(numbers, recipe.sizes);
+  append(numbers, recipe.strides);
+  recipe.configuration = number_of(numbers);
+  ++value.readers;
+  return object;
+}
+
+void narrow(py::handle hook, const NodePointer& node, const py::object& object, at::ScalarType dtype) {
+  Value& value = value_of(object);
+  if (!value.held.defined() || value.readers != 1 || !value.is_current() ||
+      (!assumes(hook) && value.held.storage().use_count() > 1)) {
+    return;
+  }
+  const at::Tensor tensor = value.tensor();  // which another stream may have made
+  const at::NoGradGuard no_grad;
+  const py::object operand = keep(tensor.to(dtype), py::none(), py::none());
+  const auto original = tensor.scalar_type();
+  const py::tuple arguments = py::make_tuple(dtype_object(original));
+  const py::object replacing = recipe_of("", formulas().cast, operand, arguments, tensor, {-6, static_cast<int64_t>(original)});
+  Value& recipe = value_of(replacing);
+  Derivation derivation;
+  if (!choose(replacing, /*is_assumed=*/false) || !is_right(hook, replacing, derivation, node, tensor)) {
+    return;
+  }
+  value.take_layout_of(tensor);
+  value.source = name_of(*node);
+  value.formula = recipe.formula;
+  value.operands = recipe.operands;
+  value.arguments = recipe.arguments;
+  value.roots = recipe.roots;
+  value.depth = recipe.depth;
+  value.configuration = recipe.configuration;
+  value.replaced = torch::autograd::impl::version_counter(tensor);
+  value.held.reset();
+}
+
+py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
+  const int64_t offset = view.storage_offset() - of.storage_offset();
+  return recipe_of("view", formulas().as_strided, base, py::make_tuple(offset), view, {-3, offset});
+}
+
+}  // namespace fastact::recipes

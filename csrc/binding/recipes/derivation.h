@@ -1,0 +1,54 @@
+// From an output of autograd's graph to its recipe, by the rules (activations_cuda/recipes/rules.py).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "operands.h"
+
+namespace fastact::recipes {
+
+// While a recipe is made: those that haven't been verified, with their formulas as the rules give them, and those of its
+// operands that nobody has saved.
+struct Derivation {
+  Derivation() : outer(current) { current = this; }
+  ~Derivation() { current = outer; }
+
+  std::vector<std::pair<py::object, py::object>> untried;
+  std::map<Output, std::pair<py::object, NodePointer>> between;
+  Derivation* outer;
+  static thread_local Derivation* current;
+};
+
+// The recipe of an output of a node.
+py::object derive(Step step);
+
+// A recipe that replaces a tensor.
+py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor);
+
+// A recipe that no node made: this tensor is formula(operand, *arguments). `numbers` tell it from others of the same geometry.
+py::object recipe_of(
+    const char* source, const py::object& formula, const py::object& operand, const py::tuple& arguments,
+    const at::Tensor& tensor, Configuration numbers);
+py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of);
+
+// Keeps integers that only this node has saved in a narrower dtype, which holds them all: the value becomes a cast back.
+void narrow(py::handle hook, const NodePointer& node, const py::object& value, at::ScalarType dtype);
+
+// Whether the hook takes every recipe for right, as on fake tensors.
+bool assumes(py::handle hook);
+
+// The formula that fits, None if none does, and whether the kernel's has the same bits.
+struct Choice {
+  py::object formula;
+  bool fuses;
+};
+
+// By a recipe's configuration.
+std::unordered_map<int64_t, Choice>& chosen();
+
+}  // namespace fastact::recipes

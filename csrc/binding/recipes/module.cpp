@@ -1,0 +1,106 @@
+#include "module.h"
+
+#include <torch/csrc/autograd/python_cpp_function.h>
+
+#include <string>
+
+#include "derivation.h"
+#include "fusion.h"
+#include "hook.h"
+#include "masks.h"
+#include "parameters.h"
+
+namespace fastact::recipes {
+namespace {
+
+NodePointer node_behind(py::handle node) {
+  TORCH_CHECK_TYPE(
+      torch::autograd::THPCppFunction_Check(node.ptr()), "recompute: expected a node of autograd's graph, got ",
+      Py_TYPE(node.ptr())->tp_name);
+  return reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
+}
+
+// A recipe by itself: a tensor like this one is formula(*operands, *arguments).
+py::object recipe_like(py::handle like, const py::object& formula, const py::tuple& operands, const py::tuple& arguments) {
+  py::object object = make_value();
+  Value& recipe = value_of(object);
+  recipe.take_layout_of(THPVariable_Unpack(like.ptr()));
+  recipe.formula = formula;
+  recipe.arguments = arguments;
+  for (const py::handle each : operands) {
+    recipe.operands.push_back(
+        THPVariable_Check(each.ptr()) ? keep(THPVariable_Unpack(each.ptr()), py::none(), py::none())
+                                      : py::reinterpret_borrow<py::object>(each));
+  }
+  return object;
+}
+
+py::object wrapped_or_none(const std::optional<at::Tensor>& tensor) {
+  return tensor ? wrapped(*tensor) : py::object(py::none());
+}
+
+// What a rule asks for; if there is none it gets an exception.
+py::object or_underivable(py::object value) {
+  if (!value) {
+    PyErr_SetNone(callbacks().underivable.ptr());
+    throw py::error_already_set();
+  }
+  return value;
+}
+
+}  // namespace
+
+void add_recipes(py::module_& module) {
+  add_value_type(module);
+  module.def("set_up", [](const py::kwargs& given) {
+    const auto formula = [&](const char* name) { return py::object(given[name]); };
+    set_formulas({given["in_place"], formula("movements"), formula("as_strided"), formula("cast"), formula("unpack_mask")});
+    set_callbacks(given);
+  });
+  module.def("set_smallest", &set_smallest);
+  module.def("set_sharding", [](bool is_there, bool may_be_flat) { set_sharding({is_there, may_be_flat}); });
+  module.def("pack_hook", &pack_hook);
+  module.attr("unpack") = unpack_hook();
+  module.def("operand", [](py::handle hook, py::handle node, size_t i, py::handle name, int depth) {
+    const NodePointer pointer = node_behind(node);
+    Step step(hook, pointer, 0, nullptr, depth);
+    if (!pointer->next_edge(i).function && name.is_none()) {
+      return py::object(py::none());
+    }
+    return or_underivable(operand(step, i, name.is_none() ? nullptr : name.ptr()));
+  });
+  module.def("argument", [](py::handle node, py::handle name) { return argument(node, name.ptr()); });
+  module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });
+  module.def("keep", [](py::handle tensor, const py::object& hooks) {
+    return keep(THPVariable_Unpack(tensor.ptr()), py::none(), hooks);
+  });
+  module.def("narrow", [](py::handle hook, py::handle node, const py::object& value, py::handle dtype) {
+    narrow(hook, node_behind(node), value, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  });
+  module.def("packed_masks", &packed_masks);
+  module.def("choose", [](int64_t configuration, const py::object& formula, bool fuses) {
+    chosen()[configuration] = {formula, fuses};
+  });
+  module.def("set_programs", &set_programs);
+  module.attr("steps") = steps();
+  module.def("recipe", &recipe_like);
+  module.def(
+      "fused", [](const py::object& recipe) { return wrapped_or_none(compute_fused(value_of(recipe), /*is_alone=*/true)); });
+  module.def("gradient", [](const py::object& recipe, py::handle grad, const std::string& step) {
+    return wrapped_or_none(compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), step.c_str()));
+  });
+  module.def("gradient", [](const py::object& recipe, py::handle grad, py::handle factors) {
+    return wrapped_or_none(
+        compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), THPVariable_Unpack(factors.ptr())));
+  });
+  module.def("chosen", [] {
+    py::dict result;
+    for (const auto& [configuration, choice] : chosen()) {
+      result[py::int_(configuration)] = choice.formula;
+    }
+    return result;
+  });
+  module.def("forget_chosen", [] { chosen().clear(); });
+}
+
+}  // namespace fastact::recipes

@@ -1,0 +1,167 @@
+#include "operands.h"
+
+#include <ATen/WrapDimUtils.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../../torch_version.h"
+#include "derivation.h"
+#include "parameters.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Node;
+
+bool is_private(const Value& value) {
+  return value.is_private ||
+         std::any_of(value.roots.begin(), value.roots.end(), [](const py::object& root) { return value_of(root).is_private; });
+}
+
+// The value of a parameter, which is a leaf of the graph.
+py::object find_leaf(const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
+  if (!is_freed(parameter)) {
+    py::object value = keep(parameter, py::none(), py::none());
+    note(value, node, number);
+    return value;
+  }
+  if (depth > 1 || !name_of(reader).equal(callbacks().cast_node)) {
+    return copy_of(parameter);
+  }
+  py::object value = keep(parameter, py::none(), py::none());  // a module's own weight, cast
+  value_of(value).is_private = true;
+  return value;
+}
+
+// The value of an operand: somebody keeps it, it is a parameter, or it follows from such.
+py::object find(py::handle hook, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
+  py::object value = noted(node, number);
+  if (!value && Derivation::current) {
+    auto& between = Derivation::current->between;
+    const auto found = between.find({node.get(), number});
+    if (found != between.end()) {
+      value = found->second.first;
+    }
+  }
+  if (!value) {
+    if (is_leaf({node, number})) {
+      return find_leaf(static_cast<const torch::autograd::AccumulateGrad&>(*node).variable, reader, node, number, depth);
+    }
+    value = derive({hook, node, number, nullptr, depth});
+    if (value && Derivation::current) {
+      Derivation::current->between[{node.get(), number}] = {value, node};
+    }
+  } else if (!value_of(value).is_current() || is_private(value_of(value))) {
+    return {};
+  }
+  return value;
+}
+
+// Nodes hand out negative dimensions as unsigned numbers.
+py::object with_sign(py::object argument) {
+  if (PyLong_CheckExact(argument.ptr())) {
+    int overflow = 0;
+    PyLong_AsLongLongAndOverflow(argument.ptr(), &overflow);
+    if (overflow > 0) {
+      return py::int_(static_cast<int64_t>(PyLong_AsUnsignedLongLong(argument.ptr())));
+    }
+  } else if (PyTuple_CheckExact(argument.ptr())) {
+    const auto items = py::reinterpret_borrow<py::tuple>(argument);
+    py::tuple result(items.size());
+    for (size_t i = 0; i < items.size(); ++i) {
+      result[i] = with_sign(items[i]);
+    }
+    return result;
+  }
+  return argument;
+}
+
+}  // namespace
+
+py::object saved(py::handle node, PyObject* name) {
+  const py::object raw = attribute(node, name), data = attribute(raw, NAME("data"));
+  if (is_value(data)) {
+    const Value& value = value_of(data);
+    return value.is_private ? value.copy : value.is_current() && !is_private(value) ? data : py::object();
+  }
+  if (!attribute(raw, NAME("unpack_hook")).is_none()) {
+    return {};
+  }
+  if (THPVariable_Check(data.ptr())) {
+    // A number in an expression, as 2 in x * 2, is a tensor that hooks don't see.
+    const at::Tensor& tensor = THPVariable_Unpack(data.ptr());
+    const auto dtype = tensor.scalar_type();
+    const bool is_number =
+        tensor.dim() == 0 && tensor.is_cpu() && (dtype == at::kDouble || dtype == at::kLong || dtype == at::kBool);
+    return is_number ? py::object(data.attr("item")()) : py::object();  // else saved before the scope
+  }
+  return data;
+}
+
+py::object operand(Step& step, size_t i, PyObject* name) {
+  const torch::autograd::Edge& edge = step.node->next_edge(i);
+  // A sharded parameter may be freed by now, but what was saved of it has a copy.
+  const bool is_saved = name && sharding().is_there && is_leaf(edge);
+  if (edge.function && !is_saved) {
+    return find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
+  }
+  return name ? saved(step.python(), name) : py::object();
+}
+
+at::DimVector sizes_of(const torch::autograd::InputMetadata& meta) {
+#if FASTACT_TORCH_VERSION >= 201  // recompute() wants a newer one still, but the binding compiles
+  return at::DimVector(C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector()));
+#else
+  return {};
+#endif
+}
+
+py::object argument(py::handle node, PyObject* name) {
+  return with_sign(attribute(node, name));
+}
+
+py::object argument(Step& step, PyObject* name) {
+  const auto& meta = step.node->input_metadata(step.number);
+  if (name == callbacks().dtype.ptr()) {
+    return dtype_object(c10::typeMetaToScalarType(meta.dtype()));
+  }
+  if (name == callbacks().shape.ptr()) {
+    const at::DimVector sizes = sizes_of(meta);
+    py::tuple shape(sizes.size());
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+      shape[dim] = sizes[dim];
+    }
+    return std::move(shape);
+  }
+  return argument(step.python(), name);
+}
+
+bool append_joined(Step& step, py::handle dim, std::vector<py::object>* operands) {
+  const at::DimVector sizes = sizes_of(step.node->input_metadata(step.number));
+  const auto dims = static_cast<int64_t>(sizes.size());
+  const auto along = static_cast<size_t>(at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims));
+  int64_t missing = sizes[along];
+  for (size_t i = 0; i < step.node->next_edges().size(); ++i) {
+    const torch::autograd::Edge& edge = step.node->next_edge(i);
+    py::object value = operand(step, i, nullptr);
+    if (!value) {
+      if (edge.function && c10::multiply_integers(sizes_of(edge.function->input_metadata(edge.input_nr))) > 0) {
+        return false;
+      }
+      continue;
+    }
+    const at::IntArrayRef each = value_of(value).sizes_of();
+    const bool is_stacked = static_cast<int64_t>(each.size()) != dims;
+    if (is_stacked && c10::multiply_integers(each) == 0) {
+      continue;  // cat takes an empty one of any shape
+    }
+    missing -= is_stacked ? 1 : each[along];
+    operands->push_back(std::move(value));
+  }
+  return missing == 0;
+}
+
+}  // namespace fastact::recipes

@@ -1,0 +1,50 @@
+// What an op computed with, found in autograd's graph: the values of its operands, and its arguments.
+//
+// Null stands for what can't be derived from kept values, here and in derivation.h: exceptions cost a microsecond and more.
+#pragma once
+
+#include <vector>
+
+#include "python.h"
+
+namespace fastact::recipes {
+
+// One output of one node.
+struct Step {
+  Step(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor* tensor, int depth)
+      : hook(hook), node(node), number(number), tensor(tensor), depth(depth) {}
+
+  const py::object& python() {
+    if (!python_) {
+      python_ = wrapped(node);
+    }
+    return python_;
+  }
+
+  py::handle hook;
+  const NodePointer& node;
+  uint32_t number;
+  const at::Tensor* tensor;  // if it is at hand
+  int depth;
+  bool is_assumed = false;  // whether its rule guesses, so that every recipe of it is to be tried
+
+ private:
+  py::object python_;
+};
+
+// The value of operand i, which the node may have saved under a name.
+py::object operand(Step& step, size_t i, PyObject* name);
+
+// The value, number or None behind what a node saved. Other hooks than this one, which may have seen it, aren't called.
+py::object saved(py::handle node, PyObject* name);
+
+// What a node says about its op; in a rule also the output's own dtype or shape.
+py::object argument(py::handle node, PyObject* name);
+py::object argument(Step& step, PyObject* name);
+
+// The operands of what is joined along a dimension. Where one isn't known, nothing may be there: a cache is empty at first.
+bool append_joined(Step& step, py::handle dim, std::vector<py::object>* operands);
+
+at::DimVector sizes_of(const torch::autograd::InputMetadata& meta);
+
+}  // namespace fastact::recipes

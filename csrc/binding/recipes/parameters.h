@@ -1,0 +1,33 @@
+// Parameters that sharded training frees while a graph is alive.
+//
+// FSDP2, and FSDP1, whose parameters are views of a flat one, free a module's parameters after its forward pass, until the
+// backward pass reaches it. So a parameter's value is private to what saved it, which reads it where it is there again; any
+// other reader gets a copy, made while it is there.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include "value.h"
+
+namespace fastact::recipes {
+
+// Whether FSDP2 has sharded some module, and whether FSDP1 may have.
+struct Sharding {
+  bool is_there, may_be_flat;
+};
+
+void set_sharding(Sharding given);
+Sharding sharding();
+
+// Whether an edge leads to a leaf of the graph.
+bool is_leaf(const torch::autograd::Edge& edge);
+
+// Of a leaf that is known to be a parameter, and of any.
+bool is_freed(const at::Tensor& parameter);
+bool is_freed_parameter(const at::Tensor& leaf);
+
+// A copy of a norm's weight or bias that FSDP2 frees; null for what is large, or freed already.
+py::object copy_of(const at::Tensor& parameter);
+
+}  // namespace fastact::recipes

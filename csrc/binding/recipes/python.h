@@ -1,0 +1,79 @@
+// The interpreter's objects behind PyTorch's, and what Python gives this folder (activations_cuda/recipes/hook.py).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "value.h"
+
+namespace fastact::recipes {
+
+struct Callbacks {
+  explicit Callbacks(const py::kwargs& given)
+      : rule_of_op(given["rule_of_op"]),
+        of_all_outputs(given["of_all_outputs"]),
+        underivable(given["underivable"]),
+        plain_types(given["plain_types"]),
+        step(given["step"]),
+        is_right(given["is_right"]),
+        functions(given["functions"]),
+        same(given["same"]),
+        failed(given["failed"]),
+        cast_node(py::str(given["cast_node"])),
+        shape(given["shape"]),
+        dtype(given["dtype"]) {}
+
+  py::object rule_of_op;      // the class of the rules that are data
+  py::object of_all_outputs;  // names of the nodes whose rules are for every output
+  py::object underivable;     // the exception
+  py::tuple plain_types;
+  py::object step;          // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
+  py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object functions;     // this package's, by their names
+  py::object same;          // the formula of copies
+  py::object failed;        // (tensor, error)
+  py::str cast_node;        // the name of a cast's node
+  py::object shape, dtype;  // what stands among a rule's arguments for the output's own
+};
+
+// Set when activations_cuda.recipes is imported.
+const Callbacks& callbacks();
+void set_callbacks(const py::kwargs& given);
+
+// The interpreter's attributes, by names that are made once.
+inline py::object attribute(py::handle object, PyObject* name) {
+  PyObject* const result = PyObject_GetAttr(object.ptr(), name);
+  if (!result) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(result);
+}
+
+#define NAME(text)                                                  \
+  ([] {                                                             \
+    static PyObject* const name = PyUnicode_InternFromString(text); \
+    return name;                                                    \
+  }())
+
+inline py::object wrapped(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+inline py::object wrapped(const NodePointer& node) {
+  return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
+}
+
+inline py::object dtype_object(at::ScalarType dtype) {
+  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
+}
+
+inline bool is_instance(py::handle object, py::handle type) {
+  return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(type.ptr());
+}
+
+py::object name_of(const torch::autograd::Node& node);
+
+}  // namespace fastact::recipes
