@@ -34,10 +34,11 @@ __all__ = [
 ]
 
 
-# Where nothing is compiled, the forms below call the compiled module: torch.ops costs a microsecond more.
 def _ops(pytorch_has_it=True):
-    """Whose ops to call in what is compiled or exported; an exported program is to run where this package isn't installed."""
-    return torch.ops.aten if pytorch_has_it and is_exporting() else torch.ops.fastact
+    """Whose ops to call. In eager mode the compiled module's: torch.ops costs a microsecond more."""
+    if is_exporting():  # a program that is to run where this package isn't installed
+        return torch.ops.aten if pytorch_has_it else torch.ops.fastact
+    return torch.ops.fastact if is_dynamo_compiling() else _C
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -54,7 +55,7 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     Returns:
         A tensor of the input's shape and dtype; in place, the input.
     """
-    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops()
     return ops.relu_(input) if inplace else ops.relu(input)
 
 
@@ -72,7 +73,7 @@ def relu6(input: Tensor, inplace: bool = False) -> Tensor:
     Returns:
         A tensor of the input's shape and dtype; in place, the input.
     """
-    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops()
     return ops.relu6_(input) if inplace else ops.relu6(input)
 
 
@@ -92,7 +93,7 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
     Returns:
         A tensor of the input's shape and dtype; in place, the input.
     """
-    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops()
     return ops.leaky_relu_(input, negative_slope) if inplace else ops.leaky_relu(input, negative_slope)
 
 
@@ -115,7 +116,7 @@ def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace
     Raises:
         ValueError: ``min_val > max_val``.
     """
-    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops()
     return ops.hardtanh_(input, min_val, max_val) if inplace else ops.hardtanh(input, min_val, max_val)
 
 
@@ -143,14 +144,14 @@ def hardsigmoid(input: Tensor, inplace: bool = False, *, alpha: float | None = N
         ValueError: alpha without beta or beta without alpha, ``alpha == 0``, or NaN for either.
     """
     if alpha is None and beta is None:
-        ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+        ops = _ops()
         return ops.hardsigmoid_(input) if inplace else ops.hardsigmoid(input)
     if alpha is None or beta is None:
         raise ValueError(f"hardsigmoid: expected both alpha and beta or neither, got alpha={alpha} and beta={beta}")
-    if is_dynamo_compiling() or is_exporting():
-        ops = _ops(pytorch_has_it=False)
-        return ops.hardsigmoid_(input, alpha, beta) if inplace else ops.hardsigmoid(input, alpha, beta)
-    return _C.hardsigmoid_affine_(input, alpha, beta) if inplace else _C.hardsigmoid_affine(input, alpha, beta)
+    ops = _ops(pytorch_has_it=False)
+    if ops is _C:  # whose functions have no overloads
+        return ops.hardsigmoid_affine_(input, alpha, beta) if inplace else ops.hardsigmoid_affine(input, alpha, beta)
+    return ops.hardsigmoid_(input, alpha, beta) if inplace else ops.hardsigmoid(input, alpha, beta)
 
 
 def hardshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tensor:
@@ -168,7 +169,7 @@ def hardshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tens
     Returns:
         A tensor of the input's shape and dtype; in place, the input.
     """
-    ops = _ops(pytorch_has_it=not inplace) if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops(pytorch_has_it=not inplace)
     return ops.hardshrink_(input, lambd) if inplace else ops.hardshrink(input, lambd)
 
 
@@ -190,7 +191,7 @@ def softshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tens
     Raises:
         RuntimeError: a ``lambd`` that is negative, infinite or NaN; ValueError where the installed PyTorch's op takes it.
     """
-    ops = _ops(pytorch_has_it=not inplace) if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops(pytorch_has_it=not inplace)
     return ops.softshrink_(input, lambd) if inplace else ops.softshrink(input, lambd)
 
 
@@ -210,7 +211,7 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
     Returns:
         A tensor of the input's shape and dtype; in place, the input.
     """
-    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops()
     return ops.threshold_(input, threshold, value) if inplace else ops.threshold(input, threshold, value)
 
 
@@ -233,8 +234,8 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     Raises:
         RuntimeError: another ``approximate``.
     """
-    ops = _ops() if is_dynamo_compiling() or is_exporting() else None
-    return ops.gelu(input, approximate=approximate) if ops else _C.gelu(input, approximate)
+    ops = _ops()
+    return ops.gelu(input, approximate) if ops is _C else ops.gelu(input, approximate=approximate)
 
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -249,7 +250,7 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
     Returns:
         A tensor of the input's shape and dtype; in place, the input.
     """
-    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops()
     return ops.silu_(input) if inplace else ops.silu(input)
 
 
@@ -265,7 +266,7 @@ def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
     Returns:
         A tensor of the input's shape and dtype; in place, the input.
     """
-    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops()
     return ops.hardswish_(input) if inplace else ops.hardswish(input)
 
 
@@ -281,5 +282,5 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
     Returns:
         A tensor of the input's shape and dtype; in place, the input.
     """
-    ops = _ops() if is_dynamo_compiling() or is_exporting() else _C
+    ops = _ops()
     return ops.mish_(input) if inplace else ops.mish(input)

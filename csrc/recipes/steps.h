@@ -12,21 +12,15 @@
 
 namespace fastact {
 
-template <Code code>
-constexpr int kReferences = 0;
+FASTACT_HOST_DEVICE constexpr int references_of(Code code) {
+  switch (code) {
 #define STEP(name, references) \
-  template <>                  \
-  constexpr int kReferences<Code::name> = references;
-FASTACT_STEPS(STEP)
+  case Code::name:             \
+    return references;
+    FASTACT_STEPS(STEP)
 #undef STEP
-
-constexpr int references_of(Code code) {
-  constexpr int count[] = {
-#define STEP(name, references) references,
-      FASTACT_STEPS(STEP)
-#undef STEP
-  };
-  return count[static_cast<int>(code)];
+  }
+  return 0;
 }
 
 FASTACT_HOST_DEVICE constexpr bool is_norm(Code code) {

@@ -110,12 +110,13 @@ struct SmoothImplementation {
       return self.is_non_overlapping_and_dense() ? inplace_with_input(keys, *activation, self, parameters...)
                                                  : Op::pytorch_inplace(self, parameters...);
     }
-    if (!tables(self, parameters...)) {
+    const Tables* of_self = tables(self, parameters...);
+    if (!of_self) {
       return Op::pytorch_inplace(self, parameters...);
     }
     check_inplace(self);
     const auto [ordered, code] = below_autograd(
-        keys, [&](auto) { return encode_inplace(*activation, check_tables(self, parameters...), self); },
+        keys, [&](auto) { return encode_inplace(*activation, *of_self, self); },
         [&](DispatchKeySet below) {
           auto result = redispatch_with_code(below, self, parameters...);
           self.copy_(std::get<0>(result));

@@ -80,7 +80,7 @@ void run_step(
     } else if constexpr (code.value == Code::gradient) {
       differentiate();
     } else {
-      for (int k = 0; k < kReferences<code.value>; ++k) {
+      for (int k = 0; k < references_of(code.value); ++k) {
         const Reference& reference = step.reference[k];
         if (reference.operand >= 0) {
           load(program, program.operand[reference.operand], begin, end, given[k]);

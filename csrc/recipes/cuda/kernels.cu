@@ -251,7 +251,7 @@ class Thread {
   // `first` elements of the first two references and `last` of the others: n, or one that is all of them.
   template <Code code, int first, int last>
   __device__ void apply_with(int k) {
-    constexpr int references = kReferences<code>;
+    constexpr int references = references_of(code);
     float a[Form::vectors][first] = {}, b[Form::vectors][first] = {}, c[Form::vectors][last] = {}, d[Form::vectors][last] = {};
     read<0 < references>(k, 0, a);
     read<1 < references>(k, 1, b);
