@@ -20,8 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import _C, GELU, SiLU, recompute
-from activations_cuda.recipes import hook, scope
-from activations_cuda.recipes.rules import IN_PLACE, RULES, op
+from activations_cuda.recipes import hook, programs, scope
+from activations_cuda.recipes.rules import IN_PLACE, RULES, op, same
+from activations_cuda.recipes.step import Underivable
+from activations_cuda.recipes.verification import Candidates
 from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -1166,6 +1168,89 @@ def test_a_formula_that_raises_is_tried_once(error, uses, monkeypatch):
         loss.backward()
     assert len(calls) == uses
     _C.recipes.forget_chosen()
+
+
+def test_no_memory_for_a_trial_says_nothing_of_the_formula():
+    def formula(*_):
+        raise torch.OutOfMemoryError
+
+    candidates = Candidates((formula,), op=lambda input, weight, bias: (input,), closest=lambda input: input)
+    with pytest.raises(torch.OutOfMemoryError):
+        candidates.choose(torch.randn(4), None, None)
+
+
+def test_what_cannot_be_derived_is_tried_once(monkeypatch):
+    """Of several rules, or several operands, each would try it again, and so would each in front of it."""
+    tried = []
+
+    def rule(step):
+        tried.append(step.node)
+        with contextlib.suppress(Underivable):
+            step.operand(0)
+        return same, (step.operand(0),), ()
+
+    monkeypatch.setitem(RULES, "NegBackward0", rule)
+    x = torch.randn(4, 4, requires_grad=True)
+    y = x @ x  # not saved by anybody
+    for _ in range(10):
+        y = -y
+    with recompute():
+        Keep.apply(y)
+    assert len(tried) == 10
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_what_a_signal_raises_is_raised(error, monkeypatch):
+    def interrupted(step):
+        raise error
+
+    monkeypatch.setitem(RULES, "NegBackward0", interrupted)
+    x = torch.randn(4, requires_grad=True)
+    with pytest.raises(type(error)) as raised, recompute():
+        Keep.apply(-x)
+        sum(range(100))
+    assert raised.value is error
+    assert top_hooks() is None
+
+
+def test_an_argument_that_changes_makes_few_tables():
+    tables = len(programs._tables)
+    x = torch.randn(64, dtype=torch.bfloat16, requires_grad=True)
+    for step in range(2 * programs.MAX_TABLES):
+
+        def run(scope, slope=step / 100):
+            with scope():
+                y = Keep.apply(F.leaky_relu(x * 2, slope) * 3)
+            return [torch.autograd.grad(y.sum(), x)[0]]
+
+        same_with_scope(run)
+    assert len(programs._tables) <= tables + programs.MAX_TABLES
+
+
+def test_mask_in_memory_of_another_library(device):
+    """Kernels read eight elements at a time, where its memory may not begin."""
+    mask = torch.from_dlpack((torch.rand(2**10 + 1, device=device) > 0.5)[1:])
+    x = torch.randn(2**10, device=device, requires_grad=True)
+    packed = _C.recipes.packed_masks()
+    with recompute():
+        y = torch.where(mask, x * 2, 0.0)
+    assert _C.recipes.packed_masks() == packed
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert_same(grad, 2.0 * mask)
+
+
+def test_a_scope_that_fails_to_begin_leaves_no_hook(monkeypatch):
+    def fail():
+        raise RuntimeError
+
+    monkeypatch.setattr(scope, "sharding", fail)
+    with pytest.raises(RuntimeError), recompute():
+        pass
+    assert top_hooks() is None
+    monkeypatch.undo()
+    with recompute():
+        assert top_hooks() is not None
+    assert top_hooks() is None
 
 
 def test_check_takes_a_nan_for_a_nan():

@@ -76,6 +76,8 @@ OPS = {
     "where": lambda x: torch.where(x > 0, x, x.flip(0)),
     "masked_fill": lambda x: x.masked_fill(x > 0.5, -3.5),
     "masked_fill_never": lambda x: x.masked_fill(x > 50, -3.5),
+    "masked_fill_broadcast": lambda x: x.masked_fill(x.detach().select(-1, 0).unsqueeze(-1) > 0.5, -3.5),
+    "masked_fill_of_fewer_dimensions": lambda x: x.masked_fill(x.detach()[0] > 0.5, -3.5),
     "dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
     "cast": lambda x: x.double(),
     "clone": torch.clone,

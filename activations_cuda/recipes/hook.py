@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from activations_cuda import _C
 from activations_cuda.recipes import programs
 from activations_cuda.recipes.rules import IN_PLACE, MOVEMENTS, OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS, Op, same
-from activations_cuda.recipes.step import DTYPE, SHAPE, Step, Underivable, computing
+from activations_cuda.recipes.step import DTYPE, SHAPE, NothingYet, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
 unpack = _C.recipes.unpack
@@ -22,7 +22,7 @@ def sharding() -> tuple[bool, bool]:
         return False, False
     modules = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
     # Without that list, as in a later release, any module may be.
-    return modules is None or any(isinstance(module, fsdp.FSDPModule) for module in list(modules)), True
+    return modules is None or any(isinstance(module(), fsdp.FSDPModule) for module in modules.keyrefs()), True
 
 
 class Hook:
@@ -120,6 +120,7 @@ _C.recipes.set_up(
     rule_of_op=Op,
     of_all_outputs=OF_ALL_OUTPUTS,
     underivable=Underivable,
+    nothing_yet=NothingYet,
     plain_types=(Tensor, nn.Parameter, getattr(nn, "Buffer", nn.Parameter)),
     step=_step,
     is_right=_is_right,

@@ -98,6 +98,9 @@ TABULATED = frozenset(
     }
 )
 
+# Of one formula, since an argument may change from step to step. None is ever dropped: a CUDA graph may read it.
+MAX_TABLES = 16
+
 _tables: dict[Any, Tensor | None] = {}
 
 
@@ -105,7 +108,8 @@ def table(formula: Callable[..., Tensor], arguments: tuple[Any, ...], dtype: tor
     """The values of a function of all numbers of a half type, by their bits. None if it depends on an element's place."""
     key = formula, arguments, dtype, like.device
     if key not in _tables:
-        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        others = sum((known[0], *known[2:]) == (formula, dtype, like.device) for known in _tables)
+        if others == MAX_TABLES or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None  # a graph's memory is its own
         with computing():
             numbers = torch.arange(2**16, dtype=torch.int32, device=like.device).to(torch.int16).view(dtype)

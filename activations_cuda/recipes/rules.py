@@ -64,8 +64,10 @@ def same(input: Tensor) -> Tensor:
 
 def _at_first(mask, tensor):
     """The element where the mask is first true, without waiting for the device."""
-    index = mask.expand(tensor.shape).reshape(-1).to(torch.uint8).argmax()
-    return tensor.reshape(-1).index_select(0, index.view(1)).view(())
+    index = mask.reshape(-1).to(torch.uint8).argmax()
+    sizes = (1,) * (tensor.dim() - mask.dim()) + mask.shape
+    part = tensor[tuple(slice(size) for size in sizes)]  # as much of it as the mask has elements
+    return part.reshape(-1).index_select(0, index.view(1)).view(())
 
 
 def masked_fill(step: Step) -> Result:

@@ -17,7 +17,7 @@ from activations_cuda.recipes.verification import report
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _autograd = torch._C._autograd
-IS_AVAILABLE = hasattr(_autograd, "_top_saved_tensors_default_hooks") and hasattr(_autograd.SavedTensor, "unpack_hook")
+IS_AVAILABLE = _C.recipes.IS_AVAILABLE and hasattr(_autograd, "_top_saved_tensors_default_hooks")
 
 
 class _Entered(threading.local):
@@ -80,10 +80,10 @@ class recompute:
     def __enter__(self) -> "recompute":
         if not is_dynamo_compiling():
             hook = self._hook(_autograd._top_saved_tensors_default_hooks(True))
-            _entered.hooks.append(hook)
             if hook is not None:
-                _autograd._push_saved_tensors_default_hooks(hook.pack, unpack)
                 _C.recipes.set_sharding(*sharding())
+                _autograd._push_saved_tensors_default_hooks(hook.pack, unpack)
+            _entered.hooks.append(hook)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -22,6 +22,10 @@ class Underivable(Exception):
     """No way is known from kept values to this one."""
 
 
+class NothingYet(Exception):
+    """The hooks around the scope can't give a tensor back before the backward pass."""
+
+
 @contextmanager
 def computing() -> Iterator[None]:
     """As an op's own forward runs: below autograd and autocast."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from activations_cuda import _C
-from activations_cuda.recipes.step import computing
+from activations_cuda.recipes.step import NothingYet, computing
 
 log = logging.getLogger("activations_cuda")
 
@@ -77,6 +77,8 @@ def _fits(formula, fuses, operands, arguments, output):
             return is_identical(formula(*operands, *arguments), output)
         found = _C.recipes.fused(_C.recipes.recipe(output, formula, operands, arguments))
         return found is not None and is_identical(found, output)
+    except torch.OutOfMemoryError:  # says nothing of the formula
+        raise
     except RuntimeError as error:  # an op that isn't for this device or dtype
         log.debug("recompute: %s: %s", formula.__name__, error)
         return False
@@ -119,8 +121,8 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
     start = time.perf_counter()
     try:
         return _verify(recipe, untried, tensor)
-    except (torch.OutOfMemoryError, LookupError):
-        return False  # at its next use there may be room, or what the hooks outside have
+    except (torch.OutOfMemoryError, NothingYet):
+        return False  # there may be room at its next use, or what the hooks around the scope have
     except RuntimeError as error:  # a formula that isn't for this device or dtype
         log.debug("recompute: %s: %s", recipe.source, error)
         return _refuse(recipe, tensor)

@@ -1,7 +1,7 @@
 // The layout of a code of a few bits per element, which numbers the inputs that share an output. Eight elements that follow
 // each other in the output's memory order are a group. The low bits of its numbers, 4 or 8 of each, are one word of a first
 // plane, the other bits one word of a second plane behind it: what a thread reads or writes is two words. Numbers past the last
-// element are 0. Besides the kernels only `aligned` in binding/encode.cpp depends on it.
+// element are 0. Besides the kernels only `aligned` in binding/codes/launch.cpp depends on it.
 #pragma once
 
 #include <cstdint>

@@ -13,6 +13,8 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "../host_device.h"
+
 namespace fastact {
 
 // The steps, with how many references each has, which the formulas in steps.h name a, b, c and d.
@@ -39,6 +41,22 @@ enum class Code : uint8_t {
   FASTACT_STEPS(STEP)
 #undef STEP
 };
+
+FASTACT_HOST_DEVICE constexpr int references_of(Code code) {
+  switch (code) {
+#define STEP(name, references) \
+  case Code::name:             \
+    return references;
+    FASTACT_STEPS(STEP)
+#undef STEP
+  }
+  return 0;
+}
+
+FASTACT_HOST_DEVICE constexpr bool is_norm(Code code) {
+  return code == Code::batch_norm || code == Code::scaled_norm || code == Code::affine_norm || code == Code::group_norm ||
+         code == Code::layer_norm;
+}
 
 // The exponents of the step `power`.
 constexpr bool is_known_exponent(float a) {

@@ -7,26 +7,9 @@
 #include <cmath>
 
 #include "../bits/activations.h"
-#include "../host_device.h"
 #include "program.h"
 
 namespace fastact {
-
-FASTACT_HOST_DEVICE constexpr int references_of(Code code) {
-  switch (code) {
-#define STEP(name, references) \
-  case Code::name:             \
-    return references;
-    FASTACT_STEPS(STEP)
-#undef STEP
-  }
-  return 0;
-}
-
-FASTACT_HOST_DEVICE constexpr bool is_norm(Code code) {
-  return code == Code::batch_norm || code == Code::scaled_norm || code == Code::affine_norm || code == Code::group_norm ||
-         code == Code::layer_norm;
-}
 
 template <Code code>
 using CodeConstant = std::integral_constant<Code, code>;

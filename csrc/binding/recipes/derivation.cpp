@@ -311,14 +311,16 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
     return {};
   }
   for (const auto& [output, value] : derivation.between) {
-    note(value.first, value.second, output.second);
+    if (value.first) {
+      note(value.first, value.second, output.second);
+    }
   }
   return object;
 }
 
 py::object recipe_of(
-    const char* source, const py::object& formula, const py::object& operand, const py::tuple& arguments,
-    const at::Tensor& tensor, Configuration numbers) {
+    ConfigurationOf kind, const char* source, const py::object& formula, const py::object& operand, const py::tuple& arguments,
+    const at::Tensor& tensor, int64_t number) {
   py::object object = make_value();
   Value &recipe = value_of(object), &value = value_of(operand);
   recipe.take_layout_of(tensor);
@@ -328,7 +330,7 @@ py::object recipe_of(
   recipe.arguments = arguments;
   recipe.roots = value.is_recipe() ? value.roots : std::vector<py::object>{operand};
   recipe.depth = value.depth + 1;
-  numbers.push_back(configuration_of(value));
+  Configuration numbers = {static_cast<int64_t>(kind), number, configuration_of(value)};
   append(numbers, recipe.sizes);
   append(numbers, recipe.strides);
   recipe.configuration = number_of(numbers);
@@ -347,7 +349,8 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
   const py::object operand = keep(tensor.to(dtype), py::none(), py::none());
   const auto original = tensor.scalar_type();
   const py::tuple arguments = py::make_tuple(dtype_object(original));
-  const py::object replacing = recipe_of("", formulas().cast, operand, arguments, tensor, {-6, static_cast<int64_t>(original)});
+  const py::object replacing =
+      recipe_of(ConfigurationOf::narrowed, "", formulas().cast, operand, arguments, tensor, static_cast<int64_t>(original));
   Value& recipe = value_of(replacing);
   Derivation derivation;
   if (!choose(replacing, /*is_assumed=*/false) || !is_right(hook, replacing, derivation, node, tensor)) {
@@ -367,7 +370,7 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
 
 py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
   const int64_t offset = view.storage_offset() - of.storage_offset();
-  return recipe_of("view", formulas().as_strided, base, py::make_tuple(offset), view, {-3, offset});
+  return recipe_of(ConfigurationOf::view, "view", formulas().as_strided, base, py::make_tuple(offset), view, offset);
 }
 
 }  // namespace fastact::recipes

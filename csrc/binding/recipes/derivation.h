@@ -13,7 +13,7 @@
 namespace fastact::recipes {
 
 // While a recipe is made: those that haven't been verified, with their formulas as the rules give them, and those of its
-// operands that nobody has saved.
+// operands that nobody has saved, null where they can't be derived: of several rules each would find that out again.
 struct Derivation {
   Derivation() : outer(current) { current = this; }
   ~Derivation() { current = outer; }
@@ -30,10 +30,10 @@ py::object derive(Step step);
 // A recipe that replaces a tensor.
 py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor);
 
-// A recipe that no node made: this tensor is formula(operand, *arguments). `numbers` tell it from others of the same geometry.
+// A recipe that no node made: this tensor is formula(operand, *arguments), for which `number` stands in its configuration.
 py::object recipe_of(
-    const char* source, const py::object& formula, const py::object& operand, const py::tuple& arguments,
-    const at::Tensor& tensor, Configuration numbers);
+    ConfigurationOf kind, const char* source, const py::object& formula, const py::object& operand, const py::tuple& arguments,
+    const at::Tensor& tensor, int64_t number = 0);
 py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of);
 
 // Keeps integers that only this node has saved in a narrower dtype, which holds them all: the value becomes a cast back.

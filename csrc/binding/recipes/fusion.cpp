@@ -239,7 +239,7 @@ class Builder {
 
   bool append_step(Value& recipe, const FormulaStep& formula) {
     Step step = {formula.code, formula.is_rounded ? element_of(recipe.dtype) : Element::float32, {}};
-    has_norm_ |= formula.references.size() == Step::kMaxReferences;
+    has_norm_ |= is_norm(formula.code);
     for (size_t k = 0; k < formula.references.size(); ++k) {
       const FormulaReference& reference = formula.references[k];
       const bool is_operand = reference.operand >= 0 && is_value(recipe.operands[reference.operand]);
@@ -531,6 +531,10 @@ void set_programs(const py::dict& given, py::object tabulated, py::object table,
       for (const py::handle reference : py::reinterpret_borrow<py::tuple>(fields[2])) {
         step.references.push_back(reference_of(reference));
       }
+      TORCH_CHECK_VALUE(
+          step.references.size() == static_cast<size_t>(references_of(step.code)), "recompute: expected ",
+          references_of(step.code), " references of the step ", py::cast<std::string>(fields[0]), ", got ",
+          step.references.size());
       of_formula.push_back(std::move(step));
     }
   }

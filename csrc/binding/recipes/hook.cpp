@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <memory>
 #include <unordered_map>
 #include <utility>
 
@@ -38,7 +39,7 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
       value_of(value).replaced.reset();
       return value;
     }
-    return recipe_of("written to", callbacks().same, value, py::tuple(), tensor, {-5});
+    return recipe_of(ConfigurationOf::written_to, "written to", callbacks().same, value, py::tuple(), tensor);
   }
   const at::NoGradGuard no_grad;
   py::object copy = keep(tensor.clone(), value_of(value).source, outer);
@@ -139,6 +140,21 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
 // Whether autograd's pack hook is called for save_before_write.
 thread_local bool is_before_write = false;
 
+// Raises it as soon as the op is done. Handlers of signals raise what is no Exception, in the main thread, as this does.
+void raise_later(const py::error_already_set& error) {
+  auto pending = std::make_unique<py::error_already_set>(error);
+  const auto raise = [](void* pending) {
+    const std::unique_ptr<py::error_already_set> owner(static_cast<py::error_already_set*>(pending));
+    owner->restore();
+    return -1;
+  };
+  if (Py_AddPendingCall(raise, pending.get()) == 0) {
+    static_cast<void>(pending.release());
+  } else {  // too many are pending
+    PyErr_SetInterrupt();
+  }
+}
+
 // Autograd's pack hook, with the Python Hook as self. Whatever goes wrong, the tensor is kept: an error here would leave a hole
 // in the graph.
 PyObject* called_to_pack(PyObject* hook, PyObject* object) {
@@ -151,11 +167,7 @@ PyObject* called_to_pack(PyObject* hook, PyObject* object) {
   try {
     value = pack(hook, object, tensor);
   } catch (py::error_already_set& error) {
-    if (error.matches(PyExc_KeyboardInterrupt)) {
-      PyErr_SetInterrupt();  // raised as soon as this is done
-    } else {
-      report(error.value());
-    }
+    error.matches(PyExc_Exception) ? report(error.value()) : raise_later(error);
   } catch (const std::exception& error) {
     report(py::str(error.what()));
   }
@@ -188,7 +200,7 @@ const py::object& unpack_hook() {
   return hook;
 }
 
-#if FASTACT_TORCH_VERSION >= 211
+#if FASTACT_RECOMPUTE
 
 bool is_in_scope() {
   const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
@@ -205,7 +217,7 @@ py::object value_behind(const torch::autograd::SavedVariable& saved) {
   return is_value(packed) ? py::reinterpret_borrow<py::object>(packed) : py::object();
 }
 
-#else  // has no recompute()
+#else
 
 bool is_in_scope() {
   return false;

@@ -89,6 +89,9 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   if (owner.scalar_type() != at::kBool || numel == 0 || numel > 2 * tensor.numel() || !is_whole || !has_kernel) {
     return {};
   }
+  if (!assumes(hook) && reinterpret_cast<uintptr_t>(const_data(owner)) % sizeof(uint64_t) != 0) {
+    return {};  // somebody else's memory
+  }
   const auto version = static_cast<int64_t>(owner._version());
   auto& [masks, many] = registry();
   const auto found = masks.find(owner.unsafeGetTensorImpl());
@@ -102,7 +105,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   if (value.is_none()) {
     const at::NoGradGuard no_grad;
     const at::Tensor bits = assumes(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
-    value = recipe_of("bits", formulas().unpack_mask, keep(bits, py::none(), outer), py::tuple(), owner, {-4});
+    value = recipe_of(ConfigurationOf::mask, "bits", formulas().unpack_mask, keep(bits, py::none(), outer), py::tuple(), owner);
     if (masks.size() >= many) {
       registry().forget_dead();
     }

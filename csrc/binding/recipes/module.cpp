@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "../../torch_version.h"
 #include "derivation.h"
 #include "fusion.h"
 #include "hook.h"
@@ -61,6 +62,7 @@ void add_recipes(py::module_& module) {
   module.def("set_sharding", [](bool is_there, bool may_be_flat) { set_sharding({is_there, may_be_flat}); });
   module.def("pack_hook", &pack_hook);
   module.attr("unpack") = unpack_hook();
+  module.attr("IS_AVAILABLE") = bool(FASTACT_RECOMPUTE);
   module.def("operand", [](py::handle hook, py::handle node, size_t i, py::handle name, int depth) {
     const NodePointer pointer = node_behind(node);
     Step step(hook, pointer, 0, nullptr, depth);

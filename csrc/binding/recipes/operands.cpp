@@ -44,6 +44,9 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
     const auto found = between.find({node.get(), number});
     if (found != between.end()) {
       value = found->second.first;
+      if (!value) {
+        return {};
+      }
     }
   }
   if (!value) {
@@ -51,7 +54,7 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
       return find_leaf(static_cast<const torch::autograd::AccumulateGrad&>(*node).variable, reader, node, number, depth);
     }
     value = derive({hook, node, number, nullptr, depth});
-    if (value && Derivation::current) {
+    if (Derivation::current) {
       Derivation::current->between[{node.get(), number}] = {value, node};
     }
   } else if (!value_of(value).is_current() || is_private(value_of(value))) {

@@ -16,6 +16,7 @@ struct Callbacks {
       : rule_of_op(given["rule_of_op"]),
         of_all_outputs(given["of_all_outputs"]),
         underivable(given["underivable"]),
+        nothing_yet(given["nothing_yet"]),
         plain_types(given["plain_types"]),
         step(given["step"]),
         is_right(given["is_right"]),
@@ -28,7 +29,8 @@ struct Callbacks {
 
   py::object rule_of_op;      // the class of the rules that are data
   py::object of_all_outputs;  // names of the nodes whose rules are for every output
-  py::object underivable;     // the exception
+  py::object underivable;     // raised where a rule asks for what can't be derived
+  py::object nothing_yet;     // raised where the hooks around the scope give nothing back yet
   py::tuple plain_types;
   py::object step;          // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
   py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor

@@ -21,6 +21,7 @@
 #include "../dtypes.h"
 #include "fusion.h"
 #include "masks.h"
+#include "python.h"
 
 namespace fastact::recipes {
 
@@ -109,7 +110,8 @@ at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
 }
 
 int64_t configuration_of(const at::Tensor& tensor) {
-  Configuration numbers = {-1, tensor.storage_offset() % 16};  // whether kernels read it in vectors
+  // By its offset kernels read it in vectors or not.
+  Configuration numbers = {static_cast<int64_t>(ConfigurationOf::kept_tensor), tensor.storage_offset() % 16};
   append(numbers, tensor.scalar_type(), tensor.device());
   append(numbers, tensor.sizes());
   append(numbers, tensor.strides());
@@ -350,7 +352,9 @@ py::object Value::fetch() {
     if (!Packing::current) {
       throw;
     }
-    py::raise_from(error, PyExc_LookupError, "recompute: the hooks outside give nothing back before the backward pass");
+    py::raise_from(
+        error, callbacks().nothing_yet.ptr(),
+        "recompute: expected the hooks on saved tensors around the scope to give a tensor back, got an error");
     throw py::error_already_set();
   }
   TORCH_CHECK_TYPE(
@@ -474,7 +478,7 @@ py::object noted(const NodePointer& node, uint32_t number) {
 
 PyObject* unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(is_value(object), "recompute: expected a value, got ", Py_TYPE(object)->tp_name);
+  TORCH_CHECK_TYPE(is_value(object), "recompute: expected what its hook has packed, got ", Py_TYPE(object)->tp_name);
   const auto owner = py::reinterpret_borrow<py::object>(object);
   Value& value = value_of(object);
   if (value.held.defined()) {
@@ -491,15 +495,18 @@ PyObject* unpack(PyObject*, PyObject* object) {
 namespace {
 
 PyObject* operands_of(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
   const auto& operands = value_of(self).operands;
   py::tuple result(operands.size());
   for (size_t i = 0; i < operands.size(); ++i) {
     result[i] = operands[i];
   }
   return result.release().ptr();
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* roots_of(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
   const Value& value = value_of(self);
   py::list result;
   if (!value.is_recipe()) {
@@ -509,6 +516,13 @@ PyObject* roots_of(PyObject* self, void*) {
     result.append(root);
   }
   return result.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* sizes_of(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  return py::cast(value_of(self).sizes_of().vec()).release().ptr();
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* or_none(py::object object) {
@@ -528,8 +542,7 @@ PyGetSetDef properties[] = {
        return value.held.defined() ? THPVariable_Wrap(value.held) : or_none(value.held_outside);
      },
      nullptr, "what is kept: the tensor, or what the hooks around the scope made of it", nullptr},
-    {"sizes", [](PyObject* self, void*) { return py::cast(value_of(self).sizes_of().vec()).release().ptr(); }, nullptr, nullptr,
-     nullptr},
+    {"sizes", sizes_of, nullptr, nullptr, nullptr},
     {"operands", operands_of, nullptr, nullptr, nullptr},
     {"arguments", [](PyObject* self, void*) { return or_none(value_of(self).arguments); }, nullptr, nullptr, nullptr},
     {"roots", roots_of, nullptr, "the kept values that it follows from in the end", nullptr},

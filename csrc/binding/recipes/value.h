@@ -26,8 +26,10 @@ constexpr int kMaxDepth = 32;  // of a recipe of recipes, which are computed by 
 // An output of a node.
 using Output = std::pair<torch::autograd::Node*, uint32_t>;
 
-// All that formulas depend on but elements.
+// All that formulas depend on but elements. The first number is that of a node's name, or says what else it is of.
 using Configuration = c10::SmallVector<int64_t, 32>;
+
+enum class ConfigurationOf : int64_t { kept_tensor = -5, narrowed, written_to, mask, view };
 
 struct Pass;
 
