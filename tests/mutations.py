@@ -72,7 +72,7 @@ CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 
 VALUE = "csrc/binding/recipes/value.cpp"
 FUSION = "csrc/binding/recipes/fusion.cpp"
-STEPS = "csrc/recipes/steps.h"
+INSTRUCTIONS = "csrc/recipes/instructions.h"
 PROGRAM = "csrc/recipes/program.h"
 CPU_PROGRAM = "csrc/recipes/cpu/kernels.cpp"
 CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
@@ -235,7 +235,7 @@ RECOMPUTE = [
     ),
     Mutant("a recipe's version, in place", HOOK, "value_of(value).replaced.reset();", ""),
     Mutant("a sharded weight is not copied", PARAMETERS, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
-    Mutant("a gradient that isn't selected", STEPS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
+    Mutant("a gradient that isn't selected", INSTRUCTIONS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
     Mutant("moved in float32", VALUE, "half_of(value_of(value.operands[0])) == value.dtype", "false"),
     Mutant("half types mixed", VALUE, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
     Mutant("a rule for every output", DERIVATION, "step.number && !contains(callbacks().of_all_outputs, name)", "false"),
@@ -245,7 +245,7 @@ RECOMPUTE = [
     Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
     Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
     Mutant("other bits of a program", RECIPES + "verification.py", "each.fuses = False", "each.fuses = True"),
-    Mutant("shift contracted as in affine", STEPS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),
+    Mutant("shift contracted as in affine", INSTRUCTIONS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),
     Mutant("not rounded between ops", FUSION, "rounded_to = element_of(recipe.dtype);", "rounded_to = Element::float32;"),
     Mutant("a second stash", FUSION, "if (is_commutative && !uses_stash_ && (", "if (is_commutative && ("),
     Mutant("sizes of a view", FUSION, "sizes_ = found->sizes;", ""),

@@ -311,7 +311,7 @@ def test_what_has_other_readers_is_read_or_computed_once():
 def test_a_program_that_gives_other_bits_is_not_used(monkeypatch):
     """What is wrong with a program shows at its first use, and the formula computes it."""
     x = torch.randn(64, 64, requires_grad=True)
-    monkeypatch.setattr(programs, "PROGRAMS", programs.PROGRAMS | {torch.relu: (programs._step("clamp", 0.25, math.inf),)})
+    monkeypatch.setattr(programs, "PROGRAMS", programs.PROGRAMS | {torch.relu: (programs._instruction("clamp", 0.25, math.inf),)})
     set_programs(programs.PROGRAMS)
     try:
         _C.recipes.forget_chosen()
@@ -377,9 +377,9 @@ def test_past_two_to_the_31():
         assert torch.equal(found[rows], expected)
 
 
-def test_every_step_is_reached():
-    codes = {step[0] for steps in programs.PROGRAMS.values() for step in steps}
-    assert codes | {"load", "stash", "look_up", "gradient", "silu_gradient"} == set(_C.recipes.steps)
+def test_every_instruction_is_reached():
+    opcodes = {each[0] for program in programs.PROGRAMS.values() for each in program}
+    assert opcodes | {"load", "stash", "look_up", "gradient", "silu_gradient"} == set(_C.recipes.opcodes)
 
 
 def test_formulas_without_a_program():

@@ -1,4 +1,4 @@
-"""Which formulas this package's kernel computes, those of a chain of recipes in one pass: by steps (csrc/recipes/program.h).
+"""Which formulas this package's kernel computes, those of a chain of recipes in one pass: by instructions (csrc/recipes/program.h).
 
 A formula without a program, on another device or of another dtype, is computed by itself. No program is taken on trust either
 (:mod:`.verification`).
@@ -17,7 +17,7 @@ from activations_cuda.recipes import norms, rules
 from activations_cuda.recipes.step import computing
 
 Reference = float | tuple[int] | tuple[int, str, float]
-Step = tuple[str, bool, tuple[Reference, ...]]  # what of, whether its result is rounded, what it reads
+Instruction = tuple[str, bool, tuple[Reference, ...]]  # its opcode, whether its result is rounded, what it reads
 
 
 def _operand(number: int, place: str = "broadcast", default: float = 0.0) -> Reference:
@@ -29,22 +29,22 @@ def _argument(number: int) -> Reference:
     return (number,)
 
 
-def _step(code: str, *references: Reference, rounded: bool = False) -> Step:
-    """A step, whose result is rounded if the formula's op has stored it; the last one's always is."""
-    return code, rounded, references
+def _instruction(opcode: str, *references: Reference, rounded: bool = False) -> Instruction:
+    """An instruction, whose result is rounded if the formula's op has stored it; the last one's always is."""
+    return opcode, rounded, references
 
 
-def _norm(code: str, statistics: str, parameters: str, bias: float = -0.0) -> tuple[Step]:
+def _norm(opcode: str, statistics: str, parameters: str, bias: float = -0.0) -> tuple[Instruction]:
     """Of a formula of (input, weight, bias, mean, rstd). To add -0 changes nothing."""
     references = [_operand(3, statistics), _operand(4, statistics), _operand(1, parameters, 1.0), _operand(2, parameters, bias)]
-    return (_step(code, *references),)
+    return (_instruction(opcode, *references),)
 
 
-_RELU = (_step("clamp", 0.0, math.inf),)
-_HARDTANH = (_step("clamp", _argument(0), _argument(1)),)
+_RELU = (_instruction("clamp", 0.0, math.inf),)
+_HARDTANH = (_instruction("clamp", _argument(0), _argument(1)),)
 
-# By a formula, its steps from its first operand on.
-PROGRAMS: dict[Callable[..., Tensor], tuple[Step, ...]] = {
+# By a formula, its instructions from its first operand on.
+PROGRAMS: dict[Callable[..., Tensor], tuple[Instruction, ...]] = {
     norms._batch_norm_elementwise: _norm("batch_norm", "channels", "channels", bias=0.0),
     norms._batch_norm_scaled: _norm("scaled_norm", "channels", "channels"),
     norms._batch_norm_affine: _norm("affine_norm", "channels", "channels"),
@@ -52,18 +52,18 @@ PROGRAMS: dict[Callable[..., Tensor], tuple[Step, ...]] = {
     norms._group_norm_affine: _norm("affine_norm", "groups", "channels"),
     norms._group_norm_centred: _norm("layer_norm", "groups", "channels"),
     norms._layer_norm_affine: _norm("layer_norm", "broadcast", "broadcast"),
-    norms._rms_norm: (_step("multiply", _operand(3)), _step("multiply", _operand(1, default=1.0))),
+    norms._rms_norm: (_instruction("multiply", _operand(3)), _instruction("multiply", _operand(1, default=1.0))),
     torch.relu: _RELU,
     _C.relu: _RELU,
     F.hardtanh: _HARDTANH,
     _C.hardtanh: _HARDTANH,
-    _C.relu6: (_step("clamp", 0.0, 6.0),),
-    _C.silu: (_step("silu"),),
-    rules.add: (_step("add", _operand(1), _argument(0)),),
-    torch.mul: (_step("multiply", _operand(1)),),
-    torch.pow: (_step("power", _argument(0)),),  # for the exponents 2 and 3
-    torch.tanh: (_step("tanh"),),
-    rules.scaled: (_step("multiply", _operand(1), rounded=True), _step("multiply", _argument(0))),
+    _C.relu6: (_instruction("clamp", 0.0, 6.0),),
+    _C.silu: (_instruction("silu"),),
+    rules.add: (_instruction("add", _operand(1), _argument(0)),),
+    torch.mul: (_instruction("multiply", _operand(1)),),
+    torch.pow: (_instruction("power", _argument(0)),),  # for the exponents 2 and 3
+    torch.tanh: (_instruction("tanh"),),
+    rules.scaled: (_instruction("multiply", _operand(1), rounded=True), _instruction("multiply", _argument(0))),
     torch.Tensor.to: (),
     rules.same: (),
 }

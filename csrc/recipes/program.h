@@ -1,7 +1,8 @@
-// A chain of recipes as a program: a few steps that compute each element of the output on its own, and are run by one kernel.
+// A chain of recipes as a program: a few instructions that compute each element of the output on its own, and are run by one
+// kernel.
 //
-// An element is a float, which starts as an operand's and is rounded after each step that was an op's last, as that op rounded
-// it. An operand is a tensor, of which a step reads the element that belongs to the output's.
+// An element is a float, which starts as an operand's and is rounded after each instruction that was an op's last, as that op
+// rounded it. An operand is a tensor, of which an instruction reads the element that belongs to the output's.
 //
 // Each device's kernels are a library of their own, which serves the bindings of all releases of PyTorch: no type of PyTorch's
 // appears in this interface.
@@ -17,55 +18,55 @@
 
 namespace fastact {
 
-// The steps, with how many references each has, which the formulas in steps.h name a, b, c and d.
-#define FASTACT_STEPS(STEP) \
-  STEP(load, 1)             \
-  STEP(stash, 0)            \
-  STEP(add, 2)              \
-  STEP(multiply, 1)         \
-  STEP(power, 1)            \
-  STEP(batch_norm, 4)       \
-  STEP(scaled_norm, 4)      \
-  STEP(affine_norm, 4)      \
-  STEP(group_norm, 4)       \
-  STEP(layer_norm, 4)       \
-  STEP(clamp, 2)            \
-  STEP(tanh, 0)             \
-  STEP(silu, 0)             \
-  STEP(silu_gradient, 1)    \
-  STEP(look_up, 1)          \
-  STEP(gradient, 2)
+// The instructions, with how many references each has, which the formulas in instructions.h name a, b, c and d.
+#define FASTACT_INSTRUCTIONS(INSTRUCTION) \
+  INSTRUCTION(load, 1)                    \
+  INSTRUCTION(stash, 0)                   \
+  INSTRUCTION(add, 2)                     \
+  INSTRUCTION(multiply, 1)                \
+  INSTRUCTION(power, 1)                   \
+  INSTRUCTION(batch_norm, 4)              \
+  INSTRUCTION(scaled_norm, 4)             \
+  INSTRUCTION(affine_norm, 4)             \
+  INSTRUCTION(group_norm, 4)              \
+  INSTRUCTION(layer_norm, 4)              \
+  INSTRUCTION(clamp, 2)                   \
+  INSTRUCTION(tanh, 0)                    \
+  INSTRUCTION(silu, 0)                    \
+  INSTRUCTION(silu_gradient, 1)           \
+  INSTRUCTION(look_up, 1)                 \
+  INSTRUCTION(gradient, 2)
 
-enum class Code : uint8_t {
-#define STEP(name, references) name,
-  FASTACT_STEPS(STEP)
-#undef STEP
+enum class Opcode : uint8_t {
+#define INSTRUCTION(name, references) name,
+  FASTACT_INSTRUCTIONS(INSTRUCTION)
+#undef INSTRUCTION
 };
 
-FASTACT_HOST_DEVICE constexpr int references_of(Code code) {
-  switch (code) {
-#define STEP(name, references) \
-  case Code::name:             \
+FASTACT_HOST_DEVICE constexpr int references_of(Opcode opcode) {
+  switch (opcode) {
+#define INSTRUCTION(name, references) \
+  case Opcode::name:                  \
     return references;
-    FASTACT_STEPS(STEP)
-#undef STEP
+    FASTACT_INSTRUCTIONS(INSTRUCTION)
+#undef INSTRUCTION
   }
   return 0;
 }
 
-FASTACT_HOST_DEVICE constexpr bool is_norm(Code code) {
-  return code == Code::batch_norm || code == Code::scaled_norm || code == Code::affine_norm || code == Code::group_norm ||
-         code == Code::layer_norm;
+FASTACT_HOST_DEVICE constexpr bool is_norm(Opcode opcode) {
+  return opcode == Opcode::batch_norm || opcode == Opcode::scaled_norm || opcode == Opcode::affine_norm ||
+         opcode == Opcode::group_norm || opcode == Opcode::layer_norm;
 }
 
-// The exponents of the step `power`.
+// The exponents of the instruction `power`.
 constexpr bool is_known_exponent(float a) {
   return a == 2 || a == 3;
 }
 
 enum class Element : uint8_t { float32, float16, bfloat16, bit };
 
-// What a step reads: an operand by its index, what was stashed, or a number.
+// What an instruction reads: an operand by its index, what was stashed, or a number.
 struct Reference {
   static constexpr int8_t kNumber = -1, kStash = -2;
 
@@ -73,16 +74,16 @@ struct Reference {
   float number;
 };
 
-struct Step {
+struct Instruction {
   static constexpr int kMaxReferences = 4;
 
-  Code code;
+  Opcode opcode;
   Element rounded_to;  // float32: not at all
   Reference reference[kMaxReferences];
 };
 
 struct Program {
-  static constexpr int kMaxDims = 5, kMaxOperands = 12, kMaxSteps = 20;
+  static constexpr int kMaxDims = 5, kMaxOperands = 12, kMaxInstructions = 20;
 
   struct Operand {
     const void* data;
@@ -91,10 +92,10 @@ struct Program {
   };
 
   // The output's dimensions, the innermost in memory first; it is dense. There is at least one.
-  int dims, operands, steps;
+  int dims, operands, instructions;
   int64_t size[kMaxDims];
   Operand operand[kMaxOperands];
-  Step step[kMaxSteps];  // the first is a load
+  Instruction instruction[kMaxInstructions];  // the first is a load
   void* output;
   Element element;  // of the output
 

@@ -52,8 +52,8 @@ struct Smooth {
     int64_t tabulates_from;
   } bfloat16, half;
 
-  // The step of recipes/program.h that is its gradient in float32 on a GPU, if there is one.
-  const char* gradient_step = nullptr;
+  // The instruction of recipes/program.h that is its gradient in float32 on a GPU, if there is one.
+  const char* gradient_opcode = nullptr;
 
   static constexpr int kDevices = 1 + 128;  // the CPU, and the GPUs
   mutable std::array<TablesSlot, 2 * kDevices> slots = {};

@@ -17,6 +17,7 @@
 #include "../dtypes.h"
 #include "../older_torch.h"
 #include "../strides.h"
+#include "python.h"
 
 namespace fastact::recipes {
 namespace {
@@ -25,22 +26,22 @@ namespace {
 // channels in each sample. Those of a table don't.
 enum class Place { broadcast, channels, groups, table };
 
-// A reference of a formula's step: to an operand of the formula, to an argument, or a number. The number also stands for an
-// operand that is None.
+// A reference of a formula's instruction: to an operand of the formula, to an argument, or a number. The number also stands for
+// an operand that is None.
 struct FormulaReference {
   int operand = -1, argument = -1;
   Place place = Place::broadcast;
   float number = 0;
 };
 
-struct FormulaStep {
-  Code code;
+struct FormulaInstruction {
+  Opcode opcode;
   bool is_rounded;  // as the last one is
   std::vector<FormulaReference> references;
 };
 
 struct Programs {
-  std::unordered_map<PyObject*, std::vector<FormulaStep>> steps;
+  std::unordered_map<PyObject*, std::vector<FormulaInstruction>> instructions;
   py::object tabulated;  // formulas of one operand, of which there may be tables for half types
   py::object table;      // (formula, arguments, like) -> a table, or None
   py::object reshape;    // the formula of views
@@ -48,14 +49,14 @@ struct Programs {
 
 Programs* programs = nullptr;
 
-Code code_of(const std::string& name) {
-#define STEP(code, references) \
-  if (name == #code) {         \
-    return Code::code;         \
+Opcode opcode_of(const std::string& name) {
+#define INSTRUCTION(opcode, references) \
+  if (name == #opcode) {                \
+    return Opcode::opcode;              \
   }
-  FASTACT_STEPS(STEP)
-#undef STEP
-  TORCH_CHECK_VALUE(false, "recompute: expected a step of recipes/program.h, got ", name);
+  FASTACT_INSTRUCTIONS(INSTRUCTION)
+#undef INSTRUCTION
+  TORCH_CHECK_VALUE(false, "recompute: expected an instruction of recipes/program.h, got ", name);
 }
 
 FormulaReference reference_of(py::handle given) {
@@ -97,216 +98,6 @@ struct Leaf {
   Place place;
   bool is_bits;
   at::Tensor tensor;
-};
-
-class Builder {
- public:
-  explicit Builder(Value& root) : root_(&root), sizes_(root.sizes) {}
-
-  // Appends what computes a recipe's element.
-  bool append(Value& recipe) {
-    if (!recipe.fuses || !is_float(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) ||
-        !note(recipe.dtype)) {
-      return false;
-    }
-    ++formulas_;
-    Value& first = value_of(recipe.operands[0]);
-    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && contains(programs->tabulated, recipe.formula)) {
-      return append_operand(recipe, first) && append_table(recipe) && end(recipe, 1);
-    }
-    const auto known = programs->steps.find(recipe.formula.ptr());
-    if (known == programs->steps.end()) {
-      return false;
-    }
-    const auto& steps = known->second;
-    const bool is_binary = steps.size() == 1 && (steps[0].code == Code::add || steps[0].code == Code::multiply);
-    if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
-      return append_binary(recipe, steps[0], first, value_of(recipe.operands[1]));
-    }
-    if (!append_operand(recipe, first)) {
-      return false;
-    }
-    for (const FormulaStep& step : steps) {
-      if (!append_step(recipe, step)) {
-        return false;
-      }
-    }
-    return end(recipe, steps.size());
-  }
-
-  // Appends what computes the gradient, which the root is: by a step, and by factors if it is of those.
-  bool append_gradient(Value& input, Value& grad, Code code, Value* factors, bool is_alone) {
-    Step step = {code, element_of(root_->dtype), {}};
-    return note(root_->dtype) && append_operand(*root_, input) &&
-           (formulas_ > 0 || is_alone) &&  // else PyTorch's op reads no less
-           add_leaf(*root_, grad, Place::broadcast, &step.reference[0]) &&
-           (!factors || add_leaf(*root_, *factors, Place::table, &step.reference[1])) && add(step);
-  }
-
-  // Whether one pass of this is better than PyTorch's ops.
-  bool is_worth_it() const { return formulas_ > 1 || has_norm_; }
-
-  std::optional<at::Tensor> run();
-
- private:
-  bool note(at::ScalarType dtype) {
-    if (is_half(dtype)) {
-      const bool is_other = half_ != at::ScalarType::Undefined && half_ != dtype;
-      half_ = dtype;
-      return !is_other;
-    }
-    return true;
-  }
-
-  // The element is an operand's: computed as part of this program, or read.
-  bool append_operand(const Value& reader, Value& value) {
-    if (is_to_be_inlined(reader, value)) {
-      return true;
-    }
-    Step step = {Code::load, Element::float32, {}};
-    return add_leaf(reader, value, Place::broadcast, &step.reference[0]) && add(step);
-  }
-
-  // Appends it if it can be part of this program and is better so. What has other readers is computed once for all of them,
-  // unless it takes no more reading than its own tensor would.
-  bool is_to_be_inlined(const Value& reader, Value& value) {
-    if (!can_be_inlined(reader, value)) {
-      return false;
-    }
-    const Builder before = *this;
-    Value* found = &value;
-    if (value.formula.is(programs->reshape) && has_dense_sizes(reader) && is_value(value.operands[0])) {
-      found = &value_of(value.operands[0]);  // in whose sizes the program counts
-      if (!found->is_recipe() || found->remembers()) {
-        return false;
-      }
-      sizes_ = found->sizes;
-    }
-    if (append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
-      return true;
-    }
-    *this = before;
-    return false;
-  }
-
-  bool can_be_inlined(const Value& reader, const Value& value) const {
-    return value.is_recipe() && !value.remembers() && !is_cast_back(value) &&
-           at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
-  }
-
-  // Whether the program still counts in its output's sizes.
-  bool has_dense_sizes(const Value& reader) const {
-    return at::IntArrayRef(sizes_) == at::IntArrayRef(root_->sizes) && at::IntArrayRef(reader.sizes) == at::IntArrayRef(sizes_);
-  }
-
-  // x + alpha * y or x * y, where either may be part of the program, or both.
-  bool append_binary(Value& recipe, const FormulaStep& formula, Value& x, Value& y) {
-    for (const Value* each : {&x, &y}) {
-      if (each->dtype_of() != recipe.dtype && recipe.dtype != at::kFloat) {
-        return false;  // rounded before the op
-      }
-    }
-    Step step = {formula.code, Element::float32, {}};
-    if (formula.references.size() > 1 && !set_number(recipe, formula.references[1], &step.reference[1])) {
-      return false;
-    }
-    const bool is_commutative = formula.references.size() == 1 || step.reference[1].number == 1;
-    const bool is_smaller = x.sizes_of() != at::IntArrayRef(recipe.sizes);
-    if (is_commutative && !uses_stash_ && (is_to_be_inlined(recipe, y) || (is_smaller && append_operand(recipe, y)))) {
-      const Builder with_y = *this;
-      if (!uses_stash_ && can_be_inlined(recipe, x)) {
-        add({Code::stash, Element::float32, {}});
-        uses_stash_ = true;
-        if (is_to_be_inlined(recipe, x)) {
-          step.reference[0].operand = Reference::kStash;
-          return add(step) && end(recipe, 1);
-        }
-        *this = with_y;
-      }
-      return add_leaf(recipe, x, Place::broadcast, &step.reference[0]) && add(step) && end(recipe, 1);
-    }
-    return append_operand(recipe, x) && add_leaf(recipe, y, Place::broadcast, &step.reference[0]) && add(step) &&
-           end(recipe, 1);
-  }
-
-  bool append_table(Value& recipe) {
-    table_for_.push_back({leaves_.size(), &recipe});
-    leaves_.push_back({nullptr, &recipe, Place::table, false, {}});
-    Step step = {Code::look_up, Element::float32, {}};
-    step.reference[0].operand = static_cast<int8_t>(leaves_.size() - 1);
-    return leaves_.size() <= Program::kMaxOperands && add(step);
-  }
-
-  bool append_step(Value& recipe, const FormulaStep& formula) {
-    Step step = {formula.code, formula.is_rounded ? element_of(recipe.dtype) : Element::float32, {}};
-    has_norm_ |= is_norm(formula.code);
-    for (size_t k = 0; k < formula.references.size(); ++k) {
-      const FormulaReference& reference = formula.references[k];
-      const bool is_operand = reference.operand >= 0 && is_value(recipe.operands[reference.operand]);
-      const bool is_set =
-          is_operand ? add_leaf(recipe, value_of(recipe.operands[reference.operand]), reference.place, &step.reference[k])
-                     : set_number(recipe, reference, &step.reference[k]);
-      if (!is_set) {
-        return false;
-      }
-    }
-    return (step.code != Code::power || is_known_exponent(step.reference[0].number)) && add(step);
-  }
-
-  // A reference to a number: of the formula, an argument, or an operand that is one or None.
-  static bool set_number(const Value& recipe, const FormulaReference& reference, Reference* to) {
-    if (reference.argument >= PyTuple_GET_SIZE(recipe.arguments.ptr())) {
-      return false;
-    }
-    PyObject* given = reference.operand >= 0    ? recipe.operands[reference.operand].ptr()
-                      : reference.argument >= 0 ? PyTuple_GET_ITEM(recipe.arguments.ptr(), reference.argument)
-                                                : Py_None;
-    *to = {Reference::kNumber, reference.number};
-    if (given == Py_None) {
-      return reference.argument < 0;
-    }
-    if (!PyFloat_Check(given) && !PyLong_Check(given)) {
-      return false;
-    }
-    to->number = static_cast<float>(PyFloat_AsDouble(given));
-    return true;
-  }
-
-  bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
-    // A mask that is broadcast isn't read eight at a time.
-    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) &&
-                         at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
-    if (leaves_.size() == Program::kMaxOperands || (!is_bits && (!is_float(value.dtype_of()) || !note(value.dtype_of())))) {
-      return false;
-    }
-    reference->operand = static_cast<int8_t>(leaves_.size());
-    leaves_.push_back({&value, &reader, place, is_bits, {}});
-    dense_ += !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes);
-    return true;
-  }
-
-  bool add(const Step& step) {
-    steps_.push_back(step);
-    return steps_.size() <= Program::kMaxSteps;
-  }
-
-  // An op stored its result in its dtype. One without steps of its own is a cast.
-  bool end(const Value& recipe, size_t own_steps) {
-    Element& rounded_to = steps_.back().rounded_to;
-    if (own_steps > 0 || rounded_to == Element::float32) {
-      rounded_to = element_of(recipe.dtype);
-    }
-    return true;
-  }
-
-  Value* root_;
-  at::DimVector sizes_;              // that the program counts in: the output's, or of what it is a view of
-  c10::SmallVector<Step, 8> steps_;  // copied at each attempt, so without allocations
-  c10::SmallVector<Leaf, 8> leaves_;
-  c10::SmallVector<std::pair<size_t, Value*>, 2> table_for_;
-  at::ScalarType half_ = at::ScalarType::Undefined;
-  int formulas_ = 0, dense_ = 0;
-  bool has_norm_ = false, uses_stash_ = false;
 };
 
 // The output's dimensions and, for each of them, the strides of all that a program reads.
@@ -357,6 +148,227 @@ struct Geometry {
   }
 };
 
+class Builder {
+ public:
+  explicit Builder(Value& root) : root_(&root), sizes_(root.sizes) {}
+
+  // Appends what computes a recipe's element.
+  bool append(Value& recipe) {
+    if (!recipe.fuses || !is_float(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) ||
+        !agrees_on_half(recipe.dtype)) {
+      return false;
+    }
+    ++formulas_;
+    Value& first = value_of(recipe.operands[0]);
+    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && contains(programs->tabulated, recipe.formula)) {
+      return append_operand(recipe, first) && append_table(recipe) && finish(recipe, 1);
+    }
+    const auto known = programs->instructions.find(recipe.formula.ptr());
+    if (known == programs->instructions.end()) {
+      return false;
+    }
+    const auto& instructions = known->second;
+    const bool is_binary =
+        instructions.size() == 1 && (instructions[0].opcode == Opcode::add || instructions[0].opcode == Opcode::multiply);
+    if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
+      return append_binary(recipe, instructions[0], first, value_of(recipe.operands[1]));
+    }
+    if (!append_operand(recipe, first)) {
+      return false;
+    }
+    for (const FormulaInstruction& instruction : instructions) {
+      if (!append_instruction(recipe, instruction)) {
+        return false;
+      }
+    }
+    return finish(recipe, instructions.size());
+  }
+
+  // Appends what computes the gradient, which the root is: by an instruction, and by factors if it is of those.
+  bool append_gradient(Value& input, Value& grad, Opcode opcode, Value* factors, bool is_alone) {
+    Instruction instruction = {opcode, element_of(root_->dtype), {}};
+    return agrees_on_half(root_->dtype) && append_operand(*root_, input) &&
+           (formulas_ > 0 || is_alone) &&  // else PyTorch's op reads no less
+           add_leaf(*root_, grad, Place::broadcast, &instruction.reference[0]) &&
+           (!factors || add_leaf(*root_, *factors, Place::table, &instruction.reference[1])) && add(instruction);
+  }
+
+  // Whether one pass of this is better than PyTorch's ops.
+  bool is_worth_it() const { return formulas_ > 1 || has_norm_; }
+
+  std::optional<at::Tensor> run();
+
+ private:
+  // The steps of run(): the tensors of the leaves, if they fit together; the output's strides; those of all that is read.
+  bool read_leaves();
+  std::optional<at::DimVector> output_strides() const;
+  std::optional<Geometry> lay_out(const at::DimVector& strides);
+
+  bool is_view() const { return sizes_ != root_->sizes; }
+
+  bool agrees_on_half(at::ScalarType dtype) {
+    if (is_half(dtype)) {
+      const bool is_other = half_ != at::ScalarType::Undefined && half_ != dtype;
+      half_ = dtype;
+      return !is_other;
+    }
+    return true;
+  }
+
+  // The element is an operand's: computed as part of this program, or read.
+  bool append_operand(const Value& reader, Value& value) {
+    if (try_inline(reader, value)) {
+      return true;
+    }
+    Instruction instruction = {Opcode::load, Element::float32, {}};
+    return add_leaf(reader, value, Place::broadcast, &instruction.reference[0]) && add(instruction);
+  }
+
+  // Appends it if it can be part of this program and is better so. What has other readers is computed once for all of them,
+  // unless it takes no more reading than its own tensor would.
+  bool try_inline(const Value& reader, Value& value) {
+    if (!can_be_inlined(reader, value)) {
+      return false;
+    }
+    const Builder before = *this;
+    Value* found = &value;
+    if (value.formula.is(programs->reshape) && has_dense_sizes(reader) && is_value(value.operands[0])) {
+      found = &value_of(value.operands[0]);  // in whose sizes the program counts
+      if (!found->is_recipe() || found->remembers()) {
+        return false;
+      }
+      sizes_ = found->sizes;
+    }
+    if (append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
+      return true;
+    }
+    *this = before;
+    return false;
+  }
+
+  bool can_be_inlined(const Value& reader, const Value& value) const {
+    return value.is_recipe() && !value.remembers() && !is_cast_back(value) &&
+           at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
+  }
+
+  // Whether the program still counts in its output's sizes.
+  bool has_dense_sizes(const Value& reader) const {
+    return at::IntArrayRef(sizes_) == at::IntArrayRef(root_->sizes) && at::IntArrayRef(reader.sizes) == at::IntArrayRef(sizes_);
+  }
+
+  // x + alpha * y or x * y, where either may be part of the program, or both.
+  bool append_binary(Value& recipe, const FormulaInstruction& formula, Value& x, Value& y) {
+    for (const Value* each : {&x, &y}) {
+      if (each->dtype_of() != recipe.dtype && recipe.dtype != at::kFloat) {
+        return false;  // rounded before the op
+      }
+    }
+    Instruction instruction = {formula.opcode, Element::float32, {}};
+    if (formula.references.size() > 1 && !set_number(recipe, formula.references[1], &instruction.reference[1])) {
+      return false;
+    }
+    const bool is_commutative = formula.references.size() == 1 || instruction.reference[1].number == 1;
+    const bool is_smaller = x.sizes_of() != at::IntArrayRef(recipe.sizes);
+    if (is_commutative && !uses_stash_ && (try_inline(recipe, y) || (is_smaller && append_operand(recipe, y)))) {
+      const Builder with_y = *this;
+      if (!uses_stash_ && can_be_inlined(recipe, x)) {
+        add({Opcode::stash, Element::float32, {}});
+        uses_stash_ = true;
+        if (try_inline(recipe, x)) {
+          instruction.reference[0].operand = Reference::kStash;
+          return add(instruction) && finish(recipe, 1);
+        }
+        *this = with_y;
+      }
+      return add_leaf(recipe, x, Place::broadcast, &instruction.reference[0]) && add(instruction) && finish(recipe, 1);
+    }
+    return append_operand(recipe, x) && add_leaf(recipe, y, Place::broadcast, &instruction.reference[0]) && add(instruction) &&
+           finish(recipe, 1);
+  }
+
+  bool append_table(Value& recipe) {
+    table_for_.push_back({leaves_.size(), &recipe});
+    leaves_.push_back({nullptr, &recipe, Place::table, false, {}});
+    Instruction instruction = {Opcode::look_up, Element::float32, {}};
+    instruction.reference[0].operand = static_cast<int8_t>(leaves_.size() - 1);
+    return leaves_.size() <= Program::kMaxOperands && add(instruction);
+  }
+
+  bool append_instruction(Value& recipe, const FormulaInstruction& formula) {
+    Instruction instruction = {formula.opcode, formula.is_rounded ? element_of(recipe.dtype) : Element::float32, {}};
+    has_norm_ |= is_norm(formula.opcode);
+    for (size_t k = 0; k < formula.references.size(); ++k) {
+      const FormulaReference& reference = formula.references[k];
+      const bool is_operand = reference.operand >= 0 && is_value(recipe.operands[reference.operand]);
+      const bool is_set =
+          is_operand
+              ? add_leaf(recipe, value_of(recipe.operands[reference.operand]), reference.place, &instruction.reference[k])
+              : set_number(recipe, reference, &instruction.reference[k]);
+      if (!is_set) {
+        return false;
+      }
+    }
+    return (instruction.opcode != Opcode::power || is_known_exponent(instruction.reference[0].number)) && add(instruction);
+  }
+
+  // A reference to a number: of the formula, an argument, or an operand that is one or None.
+  static bool set_number(const Value& recipe, const FormulaReference& reference, Reference* to) {
+    if (reference.argument >= PyTuple_GET_SIZE(recipe.arguments.ptr())) {
+      return false;
+    }
+    PyObject* given = reference.operand >= 0    ? recipe.operands[reference.operand].ptr()
+                      : reference.argument >= 0 ? PyTuple_GET_ITEM(recipe.arguments.ptr(), reference.argument)
+                                                : Py_None;
+    *to = {Reference::kNumber, reference.number};
+    if (given == Py_None) {
+      return reference.argument < 0;
+    }
+    if (!PyFloat_Check(given) && !PyLong_Check(given)) {
+      return false;
+    }
+    to->number = static_cast<float>(PyFloat_AsDouble(given));
+    return true;
+  }
+
+  bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
+    // A mask that is broadcast isn't read eight at a time.
+    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) &&
+                         at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
+    if (leaves_.size() == Program::kMaxOperands ||
+        (!is_bits && (!is_float(value.dtype_of()) || !agrees_on_half(value.dtype_of())))) {
+      return false;
+    }
+    reference->operand = static_cast<int8_t>(leaves_.size());
+    leaves_.push_back({&value, &reader, place, is_bits, {}});
+    dense_ += !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes);
+    return true;
+  }
+
+  bool add(const Instruction& instruction) {
+    instructions_.push_back(instruction);
+    return instructions_.size() <= Program::kMaxInstructions;
+  }
+
+  // An op stored its result in its dtype. One without instructions of its own is a cast.
+  bool finish(const Value& recipe, size_t own_instructions) {
+    Element& rounded_to = instructions_.back().rounded_to;
+    if (own_instructions > 0 || rounded_to == Element::float32) {
+      rounded_to = element_of(recipe.dtype);
+    }
+    return true;
+  }
+
+  Value* root_;
+  at::DimVector sizes_;                            // that the program counts in: the output's, or of what it is a view of
+  c10::SmallVector<Instruction, 8> instructions_;  // copied at each attempt, so without allocations
+  c10::SmallVector<Leaf, 8> leaves_;
+  c10::SmallVector<std::pair<size_t, Value*>, 2> table_for_;
+  at::ScalarType half_ = at::ScalarType::Undefined;
+  int formulas_ = 0, dense_ = 0;
+  bool has_norm_ = false, uses_stash_ = false;
+  at::Tensor like_, dense_leaf_;  // the first leaf, and the first of the program's sizes that is dense
+};
+
 // The strides of an operand along the output's dimensions, if it fits them; in groups these have been split.
 std::optional<at::DimVector> strides_along(
     at::IntArrayRef output, at::IntArrayRef sizes, at::IntArrayRef strides, Place place) {
@@ -392,9 +404,9 @@ at::DimVector dense_strides(at::IntArrayRef sizes) {
 }
 
 // Whether PyTorch's own op on the CPU may round otherwise, in vectors and beyond them.
-bool is_for_cuda(const Step& step) {
-  return step.code == Code::silu || step.code == Code::silu_gradient || step.code == Code::tanh ||
-         (step.code == Code::add && step.reference[1].number != 1);
+bool is_for_cuda(const Instruction& instruction) {
+  return instruction.opcode == Opcode::silu || instruction.opcode == Opcode::silu_gradient ||
+         instruction.opcode == Opcode::tanh || (instruction.opcode == Opcode::add && instruction.reference[1].number != 1);
 }
 
 void launch(const Program& program, const at::Tensor& output) {
@@ -413,61 +425,56 @@ std::optional<at::Tensor> viewed(const at::Tensor& tensor, at::IntArrayRef from,
   return tensor.sizes() == from && tensor.is_contiguous() ? std::optional(tensor.view(sizes)) : std::nullopt;
 }
 
-std::optional<at::Tensor> Builder::run() {
-  const at::IntArrayRef sizes = sizes_;
-  const bool is_view = sizes != at::IntArrayRef(root_->sizes);
-  at::Tensor like, dense;
+bool Builder::read_leaves() {
   for (Leaf& leaf : leaves_) {
     if (!leaf.value) {
       continue;
     }
     leaf.tensor = (leaf.is_bits ? value_of(leaf.value->operands[0]) : *leaf.value).tensor();
-    like = like.defined() ? like : leaf.tensor;
-    if (leaf.tensor.device() != like.device() || !is_plain(leaf.tensor)) {
-      return std::nullopt;
+    like_ = like_.defined() ? like_ : leaf.tensor;
+    if (leaf.tensor.device() != like_.device() || !is_plain(leaf.tensor)) {
+      return false;
     }
     if (leaf.place == Place::table) {
       continue;
     }
-    if (at::IntArrayRef(leaf.reader->sizes) != sizes) {
-      const auto view = leaf.is_bits ? std::nullopt : viewed(leaf.tensor, leaf.reader->sizes, sizes);
+    if (leaf.reader->sizes != sizes_) {
+      const auto view = leaf.is_bits ? std::nullopt : viewed(leaf.tensor, leaf.reader->sizes, sizes_);
       if (!view) {
-        return std::nullopt;
+        return false;
       }
       leaf.tensor = *view;
     }
-    if (!dense.defined() && !leaf.is_bits && leaf.tensor.sizes() == sizes && leaf.tensor.is_non_overlapping_and_dense()) {
-      dense = leaf.tensor;
+    if (!dense_leaf_.defined() && !leaf.is_bits && leaf.tensor.sizes() == at::IntArrayRef(sizes_) &&
+        leaf.tensor.is_non_overlapping_and_dense()) {
+      dense_leaf_ = leaf.tensor;
     }
   }
-  if (like.is_cpu() && (flushes_subnormals() || std::any_of(steps_.begin(), steps_.end(), is_for_cuda))) {
-    return std::nullopt;
-  }
   for (const auto& [leaf, recipe] : table_for_) {
-    const py::object table = programs->table(
-        recipe->formula, recipe->arguments,
-        py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(recipe->dtype))),
-        py::reinterpret_steal<py::object>(THPVariable_Wrap(like)));
+    const py::object table = programs->table(recipe->formula, recipe->arguments, dtype_object(recipe->dtype), wrapped(like_));
     if (table.is_none()) {
-      return std::nullopt;
+      return false;
     }
     leaves_[leaf].tensor = THPVariable_Unpack(table.ptr());
   }
-  const at::DimVector in_order = dense_strides(sizes);
-  if (is_view && root_->has_strides && at::IntArrayRef(root_->strides) != at::IntArrayRef(dense_strides(root_->sizes))) {
-    return std::nullopt;
+  return true;
+}
+
+std::optional<at::DimVector> Builder::output_strides() const {
+  const at::DimVector in_order = dense_strides(sizes_);
+  if (is_view()) {
+    const bool is_in_order = !root_->has_strides || root_->strides == dense_strides(root_->sizes);
+    return is_in_order ? std::optional(in_order) : std::nullopt;
   }
-  Geometry geometry;
-  geometry.sizes = sizes_;
-  geometry.strides.push_back(
-      is_view              ? in_order
-      : root_->has_strides ? root_->strides
-      : dense.defined()    ? at::DimVector(dense.strides())
-                           : in_order);
-  const at::DimVector strides = geometry.strides[0];
-  if (!is_dense(sizes, strides) || c10::multiply_integers(sizes) == 0) {
-    return std::nullopt;
+  if (root_->has_strides) {
+    return is_dense(sizes_, root_->strides) ? std::optional(root_->strides) : std::nullopt;
   }
+  return dense_leaf_.defined() ? at::DimVector(dense_leaf_.strides()) : in_order;
+}
+
+std::optional<Geometry> Builder::lay_out(const at::DimVector& strides) {
+  const at::IntArrayRef sizes = sizes_;
+  Geometry geometry = {sizes_, {strides}};
   int64_t groups = 0;
   for (Leaf& leaf : leaves_) {
     std::optional<at::DimVector> along;
@@ -500,50 +507,67 @@ std::optional<at::Tensor> Builder::run() {
       }
     }
   }
+  return geometry;
+}
+
+std::optional<at::Tensor> Builder::run() {
+  const auto device = leaves_[0].value->device_of();
+  const bool is_on_cpu = device && device->is_cpu();
+  if (is_on_cpu && (flushes_subnormals() || std::any_of(instructions_.begin(), instructions_.end(), is_for_cuda))) {
+    return std::nullopt;
+  }
+  if (c10::multiply_integers(sizes_) == 0 || !read_leaves()) {
+    return std::nullopt;
+  }
+  const auto strides = output_strides();
+  const auto geometry = strides ? lay_out(*strides) : std::nullopt;
+  if (!geometry) {
+    return std::nullopt;
+  }
   Program program = {};
   program.operands = static_cast<int>(leaves_.size());
-  program.steps = static_cast<int>(steps_.size());
-  std::copy(steps_.begin(), steps_.end(), program.step);
+  program.instructions = static_cast<int>(instructions_.size());
+  std::copy(instructions_.begin(), instructions_.end(), program.instruction);
   for (size_t k = 0; k < leaves_.size(); ++k) {
     program.operand[k].data = const_data(leaves_[k].tensor);
     program.operand[k].element = leaves_[k].is_bits ? Element::bit : element_of(leaves_[k].tensor.scalar_type());
   }
-  if (!geometry.write(&program)) {
+  if (!geometry->write(&program)) {
     return std::nullopt;
   }
-  const at::Tensor output = empty_strided(like, root_->dtype, sizes, strides);
+  const at::Tensor output = empty_strided(like_, root_->dtype, sizes_, *strides);
   program.output = output.data_ptr();
   program.element = element_of(root_->dtype);
   launch(program, output);
-  return is_view ? output.view(root_->sizes) : output;
+  return is_view() ? output.view(root_->sizes) : output;
 }
 
 }  // namespace
 
 void set_programs(const py::dict& given, py::object tabulated, py::object table, py::object reshape) {
   programs = new Programs{{}, std::move(tabulated), std::move(table), std::move(reshape)};
-  for (const auto& [formula, steps] : given) {
-    auto& of_formula = programs->steps[formula.ptr()];
+  for (const auto& [formula, instructions] : given) {
+    auto& of_formula = programs->instructions[formula.ptr()];
     formula.inc_ref();
-    for (const py::handle each : py::reinterpret_borrow<py::tuple>(steps)) {
+    for (const py::handle each : py::reinterpret_borrow<py::tuple>(instructions)) {
       const auto fields = py::reinterpret_borrow<py::tuple>(each);
-      FormulaStep step = {code_of(py::cast<std::string>(fields[0])), py::cast<bool>(fields[1]), {}};
+      FormulaInstruction instruction = {opcode_of(py::cast<std::string>(fields[0])), py::cast<bool>(fields[1]), {}};
       for (const py::handle reference : py::reinterpret_borrow<py::tuple>(fields[2])) {
-        step.references.push_back(reference_of(reference));
+        instruction.references.push_back(reference_of(reference));
       }
       TORCH_CHECK_VALUE(
-          step.references.size() == static_cast<size_t>(references_of(step.code)), "recompute: expected ",
-          references_of(step.code), " references of the step ", py::cast<std::string>(fields[0]), ", got ",
-          step.references.size());
-      of_formula.push_back(std::move(step));
+          instruction.references.size() == static_cast<size_t>(references_of(instruction.opcode)), "recompute: expected ",
+          references_of(instruction.opcode), " references of the instruction ", py::cast<std::string>(fields[0]), ", got ",
+          instruction.references.size());
+      of_formula.push_back(std::move(instruction));
     }
   }
 }
 
-py::tuple steps() {
-#define STEP(code, references) py::str(#code),
-  const py::str names[] = {FASTACT_STEPS(STEP)};
-#undef STEP
+py::tuple opcodes() {
+#define INSTRUCTION(opcode, references) py::str(#opcode),
+  const py::str names[] = {FASTACT_INSTRUCTIONS(INSTRUCTION)};
+#undef INSTRUCTION
   return py::tuple(py::cast(std::vector<py::object>(std::begin(names), std::end(names))));
 }
 
@@ -555,7 +579,7 @@ std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
 namespace {
 
 std::optional<at::Tensor> compute_gradient(
-    Value& input, const at::Tensor& grad, Code code, const at::Tensor& factors, bool is_alone) {
+    Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors, bool is_alone) {
   if (grad.sizes() != input.sizes_of() || grad.scalar_type() != input.dtype_of()) {
     return std::nullopt;
   }
@@ -573,19 +597,19 @@ std::optional<at::Tensor> compute_gradient(
   const py::object table = factors.defined() ? keep(factors, py::none(), py::none()) : py::none();
   Builder builder(gradient);
   const bool is_appended =
-      builder.append_gradient(input, value_of(incoming), code, factors.defined() ? &value_of(table) : nullptr, is_alone);
+      builder.append_gradient(input, value_of(incoming), opcode, factors.defined() ? &value_of(table) : nullptr, is_alone);
   return is_appended ? builder.run() : std::nullopt;
 }
 
 }  // namespace
 
 std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const at::Tensor& factors) {
-  return is_half(grad.scalar_type()) ? compute_gradient(input, grad, Code::gradient, factors, /*is_alone=*/false)
+  return is_half(grad.scalar_type()) ? compute_gradient(input, grad, Opcode::gradient, factors, /*is_alone=*/false)
                                      : std::nullopt;
 }
 
-std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const char* step, bool is_alone) {
-  return grad.scalar_type() == at::kFloat ? compute_gradient(input, grad, code_of(step), {}, is_alone) : std::nullopt;
+std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const char* opcode, bool is_alone) {
+  return grad.scalar_type() == at::kFloat ? compute_gradient(input, grad, opcode_of(opcode), {}, is_alone) : std::nullopt;
 }
 
 }  // namespace fastact::recipes

@@ -84,12 +84,12 @@ void add_recipes(py::module_& module) {
     chosen()[configuration] = {formula, fuses};
   });
   module.def("set_programs", &set_programs);
-  module.attr("steps") = steps();
+  module.attr("opcodes") = opcodes();
   module.def("recipe", &recipe_like);
   module.def(
       "fused", [](const py::object& recipe) { return wrapped_or_none(compute_fused(value_of(recipe), /*is_alone=*/true)); });
-  module.def("gradient", [](const py::object& recipe, py::handle grad, const std::string& step) {
-    return wrapped_or_none(compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), step.c_str()));
+  module.def("gradient", [](const py::object& recipe, py::handle grad, const std::string& opcode) {
+    return wrapped_or_none(compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), opcode.c_str()));
   });
   module.def("gradient", [](const py::object& recipe, py::handle grad, py::handle factors) {
     return wrapped_or_none(

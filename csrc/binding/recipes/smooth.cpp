@@ -41,8 +41,8 @@ struct SmoothFields {
   }
 };
 
-// Whether an activation's step for the gradient in float32 gives the bits of PyTorch's op on this device: tried with numbers
-// of every magnitude, once that can be.
+// Whether an activation's instruction for the gradient in float32 gives the bits of PyTorch's op on this device: tried with
+// numbers of every magnitude, once that can be.
 bool fits(const Smooth& activation, c10::Device device) {
   static std::map<std::pair<const Smooth*, c10::DeviceIndex>, bool> known;  // under the GIL
   const auto key = std::make_pair(&activation, device.index());
@@ -56,7 +56,7 @@ bool fits(const Smooth& activation, c10::Device device) {
     const at::Tensor some = at::arange(1 << 20, at::dtype(at::kInt).device(device));
     const at::Tensor input = (some * 4097).view(at::kFloat), grad = (some * 40503).view(at::kFloat);
     const py::object value = keep(input, py::none(), py::none());
-    const auto found = compute_gradient(value_of(value), grad, activation.gradient_step, /*is_alone=*/true);
+    const auto found = compute_gradient(value_of(value), grad, activation.gradient_opcode, /*is_alone=*/true);
     if (!found) {
       return false;
     }
@@ -117,7 +117,7 @@ struct SmoothBackward : Node, WithOrigin {
   // Null where that can't be, or is for PyTorch's op.
   std::optional<at::Tensor> through_recipe(const at::Tensor& grad) {
     const auto dtype = grad.scalar_type();
-    if (!grad.is_cuda() || !is_plain(grad) || (dtype == at::kFloat ? !activation_.gradient_step : !is_half(dtype))) {
+    if (!grad.is_cuda() || !is_plain(grad) || (dtype == at::kFloat ? !activation_.gradient_opcode : !is_half(dtype))) {
       return std::nullopt;
     }
     const Tables* tables = is_half(dtype) ? tables_for(activation_, grad) : nullptr;
@@ -131,7 +131,8 @@ struct SmoothBackward : Node, WithOrigin {
     if (is_half(dtype)) {
       return tables ? compute_gradient(value_of(input), grad, tables->derivative) : std::nullopt;
     }
-    return fits(activation_, grad.device()) ? compute_gradient(value_of(input), grad, activation_.gradient_step) : std::nullopt;
+    return fits(activation_, grad.device()) ? compute_gradient(value_of(input), grad, activation_.gradient_opcode)
+                                            : std::nullopt;
   }
 
   const Smooth& activation_;

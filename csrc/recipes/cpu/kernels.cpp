@@ -1,7 +1,7 @@
-// The CPU's kernel: each step for a block of elements.
+// The CPU's kernel: each instruction for a block of elements.
 #include <algorithm>
 
-#include "../steps.h"
+#include "../instructions.h"
 
 namespace fastact::cpu {
 namespace {
@@ -45,9 +45,9 @@ void load(const Program& program, const Program::Operand& operand, int64_t begin
   });
 }
 
-void run_step(
-    const Program& program, const Step& step, int64_t begin, int64_t end, float* x, float* stashed,
-    float (&given)[Step::kMaxReferences][kBlock]) {
+void run_instruction(
+    const Program& program, const Instruction& instruction, int64_t begin, int64_t end, float* x, float* stashed,
+    float (&given)[Instruction::kMaxReferences][kBlock]) {
   const int64_t n = end - begin;
   const auto look_up = [&](const Program::Operand& table) {
     with_element(table.element, [&](auto zero) {
@@ -60,9 +60,9 @@ void run_step(
     });
   };
   const auto differentiate = [&] {
-    load(program, program.operand[step.reference[0].operand], begin, end, given[0]);
-    const auto* factors = static_cast<const float*>(program.operand[step.reference[1].operand].data);
-    with_element(step.rounded_to, [&](auto zero) {
+    load(program, program.operand[instruction.reference[0].operand], begin, end, given[0]);
+    const auto* factors = static_cast<const float*>(program.operand[instruction.reference[1].operand].data);
+    with_element(instruction.rounded_to, [&](auto zero) {
       using scalar_t = decltype(zero);
       if constexpr (sizeof(scalar_t) == 2) {
         for (int64_t i = 0; i < n; ++i) {
@@ -72,16 +72,16 @@ void run_step(
       }
     });
   };
-  with_code(step.code, [&](auto code) {
-    if constexpr (code.value == Code::stash) {
+  with_opcode(instruction.opcode, [&](auto opcode) {
+    if constexpr (opcode.value == Opcode::stash) {
       std::copy(x, x + n, stashed);
-    } else if constexpr (code.value == Code::look_up) {
-      look_up(program.operand[step.reference[0].operand]);
-    } else if constexpr (code.value == Code::gradient) {
+    } else if constexpr (opcode.value == Opcode::look_up) {
+      look_up(program.operand[instruction.reference[0].operand]);
+    } else if constexpr (opcode.value == Opcode::gradient) {
       differentiate();
     } else {
-      for (int k = 0; k < references_of(code.value); ++k) {
-        const Reference& reference = step.reference[k];
+      for (int k = 0; k < references_of(opcode.value); ++k) {
+        const Reference& reference = instruction.reference[k];
         if (reference.operand >= 0) {
           load(program, program.operand[reference.operand], begin, end, given[k]);
         } else if (reference.operand == Reference::kStash) {
@@ -91,12 +91,12 @@ void run_step(
         }
       }
       for (int64_t i = 0; i < n; ++i) {
-        x[i] = apply<code.value>(x[i], given[0][i], given[1][i], given[2][i], given[3][i]);
+        x[i] = apply<opcode.value>(x[i], given[0][i], given[1][i], given[2][i], given[3][i]);
       }
     }
   });
-  if (step.rounded_to != Element::float32) {
-    with_element(step.rounded_to, [&](auto zero) {
+  if (instruction.rounded_to != Element::float32) {
+    with_element(instruction.rounded_to, [&](auto zero) {
       for (int64_t i = 0; i < n; ++i) {
         x[i] = rounded<decltype(zero)>(x[i]);
       }
@@ -107,11 +107,11 @@ void run_step(
 }  // namespace
 
 void run(const Program& program, int64_t begin, int64_t end) {
-  float x[kBlock], stashed[kBlock], given[Step::kMaxReferences][kBlock] = {};
+  float x[kBlock], stashed[kBlock], given[Instruction::kMaxReferences][kBlock] = {};
   for (; begin < end; begin += kBlock) {
     const int64_t last = std::min(end, begin + kBlock);
-    for (int i = 0; i < program.steps; ++i) {
-      run_step(program, program.step[i], begin, last, x, stashed, given);
+    for (int i = 0; i < program.instructions; ++i) {
+      run_instruction(program, program.instruction[i], begin, last, x, stashed, given);
     }
     with_element(program.element, [&](auto zero) {
       std::copy(x, x + (last - begin), static_cast<decltype(zero)*>(program.output) + begin);

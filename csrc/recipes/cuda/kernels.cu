@@ -1,15 +1,16 @@
 // The GPU's kernel. A thread computes a few vectors: in one column, so that what is the same in all rows, as a channel's
 // statistics are in channels-last, is read once; or along one row, if that is what shares it.
 //
-// It is compiled as an interpreter, which runs any program, and for forms: the steps of common programs, known in advance. On
-// an H100 forms take 0.99 to 1.2 times the time in which a copy moves the same bytes, the interpreter 1.5 to 3 times that.
+// It is compiled as an interpreter, which runs any program, and for forms: the instructions of common programs, known in
+// advance. On an H100 forms take 0.99 to 1.2 times the time in which a copy moves the same bytes, the interpreter 1.5 to 3
+// times that.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <utility>
 
 #include "../../access.cuh"
-#include "../steps.h"
+#include "../instructions.h"
 
 namespace fastact::cuda {
 namespace {
@@ -20,18 +21,18 @@ struct Launch {
   Program program;
   Divisor vectors;                  // of a row
   Divisor size[Program::kMaxDims];  // of the dimensions that rows are counted in
-  int64_t rows, step;               // a thread's vectors are so many rows, or so many elements of a row, apart
+  int64_t rows, distance;           // a thread's vectors are so many rows, or so many elements of a row, apart
 };
 
-// What a step of a form reads. `dense` has the output's layout and dtype, `dense_any` and `bits` its layout. Parameters are the
-// same in all rows (`column`) or in all of a row (`row`), and float32, or of the half type (`half_column`). `same_row` has its
-// element where the reference before it has. A `gate` has the output's dtype and, if vectors are along a row, one element for
-// it, else vectors. `any` may lie anyhow, and a `table` is no tensor of the output's elements.
+// What an instruction of a form reads. `dense` has the output's layout and dtype, `dense_any` and `bits` its layout. Parameters
+// are the same in all rows (`column`) or in all of a row (`row`), and float32, or of the half type (`half_column`). `same_row`
+// has its element where the reference before it has. A `gate` has the output's dtype and, if vectors are along a row, one
+// element for it, else vectors. `any` may lie anyhow, and a `table` is no tensor of the output's elements.
 enum class Layout : uint8_t { number, stash, dense, dense_any, bits, column, half_column, row, same_row, gate, any, table };
 
-template <Code code_, Layout... layouts>
-struct StepOf {
-  static constexpr Code code = code_;
+template <Opcode opcode_, Layout... layouts>
+struct InstructionOf {
+  static constexpr Opcode opcode = opcode_;
 
   FASTACT_HOST_DEVICE static constexpr Layout layout(int reference) {
     constexpr Layout all[] = {layouts..., Layout::number};
@@ -39,32 +40,32 @@ struct StepOf {
   }
 };
 
-// The steps of a program of at most so many dimensions, and how many vectors a thread has.
-template <int vectors_, int dims_, class... Steps>
+// The instructions of a program of at most so many dimensions, and how many vectors a thread has.
+template <int vectors_, int dims_, class... Instructions>
 struct Form {
   static constexpr bool is_known = true, is_along = false;
-  static constexpr int vectors = vectors_, dims = dims_, steps = sizeof...(Steps);
+  static constexpr int vectors = vectors_, dims = dims_, instructions = sizeof...(Instructions);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
   static constexpr int blocks = 1;  // of a multiprocessor, at least: for more ptxas would spill registers here
 #else
   static constexpr int blocks = 0;  // for ptxas to say
 #endif
 
-  FASTACT_HOST_DEVICE static constexpr Code code(int k) {
-    constexpr Code all[] = {Steps::code...};
+  FASTACT_HOST_DEVICE static constexpr Opcode opcode(int k) {
+    constexpr Opcode all[] = {Instructions::opcode...};
     return all[k];
   }
 
   FASTACT_HOST_DEVICE static constexpr Layout layout(int k, int reference) {
     Layout result = Layout::number;
-    ((k-- == 0 ? void(result = Steps::layout(reference)) : void()), ...);
+    ((k-- == 0 ? void(result = Instructions::layout(reference)) : void()), ...);
     return result;
   }
 };
 
 // With the vectors along a row.
-template <int vectors, int dims, class... Steps>
-struct FormAlong : Form<vectors, dims, Steps...> {
+template <int vectors, int dims, class... Instructions>
+struct FormAlong : Form<vectors, dims, Instructions...> {
   static constexpr bool is_along = true;
 };
 
@@ -184,8 +185,8 @@ class Thread {
       : launch_(launch), program_(launch.program), inner_(inner) {
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
-      int64_t i = Form::is_along ? row : min(row + u * launch.step, launch.rows - 1);
-      dense_[u] = i * program_.size[0] + inner + (Form::is_along ? u * launch.step : 0);
+      int64_t i = Form::is_along ? row : min(row + u * launch.distance, launch.rows - 1);
+      dense_[u] = i * program_.size[0] + inner + (Form::is_along ? u * launch.distance : 0);
 #pragma unroll
       for (int dim = 1; dim < Form::dims; ++dim) {
         outer_[u][dim - 1] = i;
@@ -202,10 +203,10 @@ class Thread {
 
   __device__ void run() {
     if constexpr (Form::is_known) {
-      run_steps(std::make_integer_sequence<int, Form::steps>());
+      run_instructions(std::make_integer_sequence<int, Form::instructions>());
     } else {
-      for (int k = 0; k < program_.steps; ++k) {
-        with_code(program_.step[k].code, [&](auto code) { run_step<code.value>(k); });
+      for (int k = 0; k < program_.instructions; ++k) {
+        with_opcode(program_.instruction[k].opcode, [&](auto opcode) { run_instruction<opcode.value>(k); });
       }
     }
   }
@@ -216,29 +217,29 @@ class Thread {
 
  private:
   template <int... ks>
-  __device__ void run_steps(std::integer_sequence<int, ks...>) {
-    (run_step<Form::code(ks)>(ks), ...);
+  __device__ void run_instructions(std::integer_sequence<int, ks...>) {
+    (run_instruction<Form::opcode(ks)>(ks), ...);
   }
 
-  template <Code code>
-  __device__ void run_step(int k) {
-    if constexpr (code == Code::look_up) {
+  template <Opcode opcode>
+  __device__ void run_instruction(int k) {
+    if constexpr (opcode == Opcode::look_up) {
       look_up(static_cast<const uint16_t*>(operand(k, 0).data));
-    } else if constexpr (code == Code::gradient) {
+    } else if constexpr (opcode == Opcode::gradient) {
       differentiate(k, static_cast<const float2*>(operand(k, 1).data));
-    } else if constexpr (code == Code::stash) {
+    } else if constexpr (opcode == Opcode::stash) {
 #pragma unroll
       for (int i = 0; i < Form::vectors * n; ++i) {
         stashed_[i / n][i % n] = x_[i / n][i % n];
       }
-    } else if constexpr (!is_norm(code)) {
-      apply_with<code, code == Code::clamp ? 1 : n, 1>(k);
+    } else if constexpr (!is_norm(opcode)) {
+      apply_with<opcode, opcode == Opcode::clamp ? 1 : n, 1>(k);
     } else if (is_one(k, 0) && is_one(k, 1)) {
-      is_one(k, 2) && is_one(k, 3) ? apply_with<code, 1, 1>(k) : apply_with<code, 1, n>(k);
+      is_one(k, 2) && is_one(k, 3) ? apply_with<opcode, 1, 1>(k) : apply_with<opcode, 1, n>(k);
     } else {
-      apply_with<code, n, n>(k);
+      apply_with<opcode, n, n>(k);
     }
-    if (program_.step[k].rounded_to != Element::float32) {
+    if (program_.instruction[k].rounded_to != Element::float32) {
 #pragma unroll
       for (int u = 0; u < Form::vectors; ++u) {
         Pairs<n> pairs;
@@ -249,9 +250,9 @@ class Thread {
   }
 
   // `first` elements of the first two references and `last` of the others: n, or one that is all of them.
-  template <Code code, int first, int last>
+  template <Opcode opcode, int first, int last>
   __device__ void apply_with(int k) {
-    constexpr int references = references_of(code);
+    constexpr int references = references_of(opcode);
     float a[Form::vectors][first] = {}, b[Form::vectors][first] = {}, c[Form::vectors][last] = {}, d[Form::vectors][last] = {};
     read<0 < references>(k, 0, a);
     read<1 < references>(k, 1, b);
@@ -261,7 +262,7 @@ class Thread {
     for (int u = 0; u < Form::vectors; ++u) {
 #pragma unroll
       for (int i = 0; i < n; ++i) {
-        x_[u][i] = apply<code>(x_[u][i], a[u][i % first], b[u][i % first], c[u][i % last], d[u][i % last]);
+        x_[u][i] = apply<opcode>(x_[u][i], a[u][i % first], b[u][i % first], c[u][i % last], d[u][i % last]);
       }
     }
   }
@@ -271,7 +272,7 @@ class Thread {
 
   __device__ static bool is_column(Layout layout) { return layout == Layout::column || layout == Layout::half_column; }
 
-  __device__ const Reference& reference(int k, int r) const { return program_.step[k].reference[r]; }
+  __device__ const Reference& reference(int k, int r) const { return program_.instruction[k].reference[r]; }
 
   __device__ const Program::Operand& operand(int k, int r) const { return program_.operand[reference(k, r).operand]; }
 
@@ -293,7 +294,7 @@ class Thread {
     }
   }
 
-  // Reads step k's r-th reference, for all vectors: the first use of one waits for it.
+  // Reads instruction k's r-th reference, for all vectors: the first use of one waits for it.
   template <bool is_read, int size>
   __device__ void read(int k, int r, float (&to)[Form::vectors][size]) {
     if constexpr (!is_read) {
@@ -365,7 +366,7 @@ class Thread {
   }
 
   __device__ int64_t offset_of(const Program::Operand& operand, int u) const {
-    int64_t offset = (inner_ + (Form::is_along ? u * launch_.step : 0)) * operand.stride[0];
+    int64_t offset = (inner_ + (Form::is_along ? u * launch_.distance : 0)) * operand.stride[0];
 #pragma unroll
     for (int dim = 1; dim < Form::dims; ++dim) {
       if (dim == 1 || dim < program_.dims) {
@@ -431,21 +432,21 @@ template <class T, int n, class Form>
 __global__ void __launch_bounds__(kBlock, Form::blocks) run_kernel(const __grid_constant__ Launch launch) {
   int64_t vector = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
   const int64_t row = launch.vectors.divide(&vector);
-  if (row >= (Form::is_along ? launch.rows : launch.step)) {
+  if (row >= (Form::is_along ? launch.rows : launch.distance)) {
     return;
   }
   Thread<T, n, Form> thread(launch, vector * n, row);
   thread.run();
 #pragma unroll
   for (int u = 0; u < Form::vectors; ++u) {
-    if (Form::is_along || row + u * launch.step < launch.rows) {
+    if (Form::is_along || row + u * launch.distance < launch.rows) {
       thread.store_vector(u);
     }
   }
 }
 
-bool has_layout(const Program& program, const Step& step, int r, Layout layout, bool is_along) {
-  const Reference& reference = step.reference[r];
+bool has_layout(const Program& program, const Instruction& instruction, int r, Layout layout, bool is_along) {
+  const Reference& reference = instruction.reference[r];
   if (reference.operand < 0 || layout == Layout::number || layout == Layout::stash) {
     return reference.operand == (layout == Layout::number ? Reference::kNumber : Reference::kStash) &&
            (layout == Layout::number || layout == Layout::stash);
@@ -472,7 +473,8 @@ bool has_layout(const Program& program, const Step& step, int r, Layout layout, 
         case Layout::gate:
           return (dim > 0 || stride == !is_along) && operand.element == program.element;
         case Layout::same_row:
-          return stride == program.operand[step.reference[r - 1].operand].stride[dim] && operand.element == Element::float32;
+          return stride == program.operand[instruction.reference[r - 1].operand].stride[dim] &&
+                 operand.element == Element::float32;
         default:
           return true;
       }
@@ -487,17 +489,17 @@ bool has_layout(const Program& program, const Step& step, int r, Layout layout, 
 
 template <int n, class Form>
 bool has_form(const Program& program) {
-  if (program.steps != Form::steps || program.dims > Form::dims ||
+  if (program.instructions != Form::instructions || program.dims > Form::dims ||
       (Form::is_along && program.size[0] % (Form::vectors * n) != 0)) {
     return false;
   }
-  for (int k = 0; k < program.steps; ++k) {
-    const Step& step = program.step[k];
-    if (step.code != Form::code(k)) {
+  for (int k = 0; k < program.instructions; ++k) {
+    const Instruction& instruction = program.instruction[k];
+    if (instruction.opcode != Form::opcode(k)) {
       return false;
     }
-    for (int r = 0; r < references_of(step.code); ++r) {
-      if (!has_layout(program, step, r, Form::layout(k, r), Form::is_along)) {
+    for (int r = 0; r < references_of(instruction.opcode); ++r) {
+      if (!has_layout(program, instruction, r, Form::layout(k, r), Form::is_along)) {
         return false;
       }
     }
@@ -545,9 +547,9 @@ template <class T, int n, class Form>
 bool start(Launch& launch, cudaStream_t stream) {
   const Program& program = launch.program;
   launch.rows = program.numel() / program.size[0];
-  launch.step = ((Form::is_along ? program.size[0] : launch.rows) + Form::vectors - 1) / Form::vectors;
-  const int64_t vectors = (Form::is_along ? launch.step : program.size[0]) / n;
-  const int64_t threads = vectors * (Form::is_along ? launch.rows : launch.step);
+  launch.distance = ((Form::is_along ? program.size[0] : launch.rows) + Form::vectors - 1) / Form::vectors;
+  const int64_t vectors = (Form::is_along ? launch.distance : program.size[0]) / n;
+  const int64_t threads = vectors * (Form::is_along ? launch.rows : launch.distance);
   launch.vectors = Divisor(vectors, threads + kBlock);
   run_kernel<T, n, Form><<<static_cast<unsigned int>((threads + kBlock - 1) / kBlock), kBlock, 0, stream>>>(launch);
   return true;
@@ -563,20 +565,20 @@ constexpr auto number = Layout::number, stash = Layout::stash, dense = Layout::d
                gate = Layout::gate, any = Layout::any;
 constexpr int two = 2, three = 3, more = 4;  // dimensions
 
-using Load = StepOf<Code::load, dense>;
-using LoadAny = StepOf<Code::load, dense_any>;
-using Stash = StepOf<Code::stash>;
-using Clamp = StepOf<Code::clamp, number, number>;
-using Silu = StepOf<Code::silu>;
-using Power = StepOf<Code::power, number>;
-using Tanh = StepOf<Code::tanh>;
-using LookUp = StepOf<Code::look_up, Layout::table>;
-using Gradient = StepOf<Code::gradient, dense, Layout::table>;
-using SiluGradient = StepOf<Code::silu_gradient, dense>;
+using Load = InstructionOf<Opcode::load, dense>;
+using LoadAny = InstructionOf<Opcode::load, dense_any>;
+using Stash = InstructionOf<Opcode::stash>;
+using Clamp = InstructionOf<Opcode::clamp, number, number>;
+using Silu = InstructionOf<Opcode::silu>;
+using Power = InstructionOf<Opcode::power, number>;
+using Tanh = InstructionOf<Opcode::tanh>;
+using LookUp = InstructionOf<Opcode::look_up, Layout::table>;
+using Gradient = InstructionOf<Opcode::gradient, dense, Layout::table>;
+using SiluGradient = InstructionOf<Opcode::silu_gradient, dense>;
 template <Layout layout>
-using Add = StepOf<Code::add, layout, number>;
+using Add = InstructionOf<Opcode::add, layout, number>;
 template <Layout layout>
-using Multiply = StepOf<Code::multiply, layout>;
+using Multiply = InstructionOf<Opcode::multiply, layout>;
 
 // A normalisation, and what follows it: nothing, an activation or its gradient, a gate, a residual, or another normalisation of
 // the same kind as one.
@@ -621,15 +623,16 @@ bool start_norm_of_rows(Launch& launch, cudaStream_t stream) {
 
 template <class T, int n>
 void start_common(Launch& launch, cudaStream_t stream) {
-  using LayerNorm = StepOf<Code::layer_norm, row, same_row, column, column>;
+  using LayerNorm = InstructionOf<Opcode::layer_norm, row, same_row, column, column>;
   using Bits = Multiply<Layout::bits>;
-  start_norm_of_columns<T, n, StepOf<Code::batch_norm, column, column, column, column>>(launch, stream) ||  // channels-last
-      start_norm_of_columns<T, n, StepOf<Code::scaled_norm, column, column, column, column>>(launch, stream) ||
-      start_norm_of_rows<T, n, StepOf<Code::batch_norm, row, same_row, same_row, same_row>>(launch, stream) ||
-      start_norm_of_rows<T, n, StepOf<Code::group_norm, row, same_row, row, same_row>>(launch, stream) ||
+  // Channels-last.
+  start_norm_of_columns<T, n, InstructionOf<Opcode::batch_norm, column, column, column, column>>(launch, stream) ||
+      start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column, column>>(launch, stream) ||
+      start_norm_of_rows<T, n, InstructionOf<Opcode::batch_norm, row, same_row, same_row, same_row>>(launch, stream) ||
+      start_norm_of_rows<T, n, InstructionOf<Opcode::group_norm, row, same_row, row, same_row>>(launch, stream) ||
       start_form<
           T, n, Form<2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
-          Form<2, two, Load, StepOf<Code::layer_norm, row, same_row, half_column, half_column>>,
+          Form<2, two, Load, InstructionOf<Opcode::layer_norm, row, same_row, half_column, half_column>>,
           Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
           Form<1, two, LoadAny, Multiply<row>, Multiply<column>>, Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
           Form<4, two, Load, LookUp, Multiply<dense>>,                                          // SwiGLU

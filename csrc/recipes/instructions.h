@@ -1,4 +1,4 @@
-// What the steps of a program compute, once for both devices.
+// What the instructions of a program compute, once for both devices.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -11,18 +11,18 @@
 
 namespace fastact {
 
-template <Code code>
-using CodeConstant = std::integral_constant<Code, code>;
+template <Opcode opcode>
+using OpcodeConstant = std::integral_constant<Opcode, opcode>;
 
-// Calls function(CodeConstant).
+// Calls function(OpcodeConstant).
 template <class Function>
-FASTACT_HOST_DEVICE void with_code(Code code, const Function& function) {
-  switch (code) {
-#define STEP(name, references) \
-  case Code::name:             \
-    return function(CodeConstant<Code::name>());
-    FASTACT_STEPS(STEP)
-#undef STEP
+FASTACT_HOST_DEVICE void with_opcode(Opcode opcode, const Function& function) {
+  switch (opcode) {
+#define INSTRUCTION(name, references) \
+  case Opcode::name:                  \
+    return function(OpcodeConstant<Opcode::name>());
+    FASTACT_INSTRUCTIONS(INSTRUCTION)
+#undef INSTRUCTION
   }
 }
 
@@ -36,35 +36,35 @@ FASTACT_HOST_DEVICE inline float fma(float a, float b, float c) {
 
 // The normalisations have the references mean, 1/std, weight and bias. Each repeats some kernels of PyTorch's, with the
 // products and sums that compilers contract there.
-template <Code code>
+template <Opcode opcode>
 FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
-  if constexpr (code == Code::load) {
+  if constexpr (opcode == Opcode::load) {
     return a;
-  } else if constexpr (code == Code::add) {
+  } else if constexpr (opcode == Opcode::add) {
     return fma(a, b, x);
-  } else if constexpr (code == Code::multiply) {
+  } else if constexpr (opcode == Opcode::multiply) {
     return x * a;
-  } else if constexpr (code == Code::power) {
+  } else if constexpr (opcode == Opcode::power) {
     return a == 2 ? x * x : x * x * x;
-  } else if constexpr (code == Code::batch_norm) {  // ATen's
+  } else if constexpr (opcode == Opcode::batch_norm) {  // ATen's
     return fma(c * (x - a), b, d);
-  } else if constexpr (code == Code::scaled_norm) {  // cuDNN's
+  } else if constexpr (opcode == Opcode::scaled_norm) {  // cuDNN's
     return fma(x - a, c * b, d);
-  } else if constexpr (code == Code::affine_norm) {  // ATen's on the CPU
+  } else if constexpr (opcode == Opcode::affine_norm) {  // ATen's on the CPU
     const float scale = c * b;
     return fma(x, scale, fma(-a, scale, d));
-  } else if constexpr (code == Code::group_norm) {  // ATen's, where another kernel has taken the parameters together
+  } else if constexpr (opcode == Opcode::group_norm) {  // ATen's, where another kernel has taken the parameters together
     const float scale = c * b;
     return fma(x, scale, d - a * scale);
-  } else if constexpr (code == Code::layer_norm) {
+  } else if constexpr (opcode == Opcode::layer_norm) {
     return fma((x - a) * b, c, d);
-  } else if constexpr (code == Code::clamp) {
+  } else if constexpr (opcode == Opcode::clamp) {
     return clamp(x, a, b);
-  } else if constexpr (code == Code::tanh) {
+  } else if constexpr (opcode == Opcode::tanh) {
     return std::tanh(x);
-  } else if constexpr (code == Code::silu) {
+  } else if constexpr (opcode == Opcode::silu) {
     return x / (1.0f + std::exp(-x));
-  } else if constexpr (code == Code::silu_gradient) {  // x becomes the gradient, of which a is the incoming one
+  } else if constexpr (opcode == Opcode::silu_gradient) {  // x becomes the gradient, of which a is the incoming one
     const float s = 1.0f / (1.0f + std::exp(-x));
     return a * s * fma(x, 1.0f - s, 1.0f);
   } else {
@@ -85,13 +85,13 @@ FASTACT_HOST_DEVICE void with_element(Element element, const Function& function)
   }
 }
 
-// The step `gradient` makes of its element that of the gradient: the incoming one, times two factors that a table has for each
-// number. -0 stands for PyTorch's selecting +0, whatever the gradient.
+// The instruction `gradient` makes of its element that of the gradient: the incoming one, times two factors that a table has
+// for each number. -0 stands for PyTorch's selecting +0, whatever the gradient.
 FASTACT_HOST_DEVICE inline float scaled(float grad, float first, float second) {
   return first == 0 && std::signbit(first) ? 0.0f : grad * first * second;
 }
 
-// A step's result as its op stored it.
+// An instruction's result as its op stored it.
 template <class scalar_t>
 FASTACT_HOST_DEVICE float rounded(float x) {
   return static_cast<float>(static_cast<scalar_t>(x));
