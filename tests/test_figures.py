@@ -172,7 +172,7 @@ def test_figures_of_approximations():
             errors.setdefault(row["op"], []).append(row["error"])
     text = FEW_BITS.replace("\n", " ")
     assert f"as published the gradient is {tempos[0]} off" in text
-    assert f"With that mended it is {tempos[1]} off" in text
+    assert f"With that fixed it is {tempos[1]} off" in text
     assert len(errors) == 4
     for op, of_schemes in errors.items():
         assert of_schemes[-1] == 0
@@ -213,7 +213,7 @@ def test_figures_of_what_is_saved():
     expected = [f"| {row['model']} | {row['gib']:.2f} | {changes(row, 'converted', 'recipes', 'both')} |" for row in rows]
     page = read("docs/one-bit.md")
     assert re.findall(r"^\| .+% \|$", page, re.MULTILINE) == expected
-    assert "in the scope conversion saves no memory" in page
+    assert "inside the scope conversion saves time, not memory" in page
     assert all(row["both"] > row["recipes"] - 0.001 for row in rows)
     assert "a converted MobileNetV2 takes no longer than the unmodified\none" in page
     timed = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-recompute.json").read_text())["rows"]

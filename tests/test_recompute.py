@@ -1253,6 +1253,23 @@ def test_a_scope_that_fails_to_begin_leaves_no_hook(monkeypatch):
     assert top_hooks() is None
 
 
+def test_check_finds_a_write_that_autograd_does_not_record():
+    p, q = torch.randn(2, 64, requires_grad=True).unbind()
+
+    def tanh_of_sum(is_clamped):
+        y = p + q
+        with torch.no_grad():
+            y.clamp_(-1, 1) if is_clamped else None
+        return Keep.apply(torch.tanh(y))
+
+    with recompute():
+        tanh_of_sum(is_clamped=False)
+    with recompute(check=True):
+        tanh_of_sum(is_clamped=False)
+    with pytest.raises(RuntimeError, match=r"TanhBackward0, shape \[64\]"), recompute(check=True):
+        tanh_of_sum(is_clamped=True)
+
+
 def test_check_takes_a_nan_for_a_nan():
     x = torch.tensor([0xFFC0 - 2**16, 0x7F81, 0], dtype=torch.int16).view(torch.bfloat16).requires_grad_()
     with recompute(check=True):

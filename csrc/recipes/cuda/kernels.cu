@@ -447,9 +447,14 @@ __global__ void __launch_bounds__(kBlock, Form::blocks) run_kernel(const __grid_
 
 bool has_layout(const Program& program, const Instruction& instruction, int r, Layout layout, bool is_along) {
   const Reference& reference = instruction.reference[r];
-  if (reference.operand < 0 || layout == Layout::number || layout == Layout::stash) {
-    return reference.operand == (layout == Layout::number ? Reference::kNumber : Reference::kStash) &&
-           (layout == Layout::number || layout == Layout::stash);
+  if (layout == Layout::number) {
+    return reference.operand == Reference::kNumber;
+  }
+  if (layout == Layout::stash) {
+    return reference.operand == Reference::kStash;
+  }
+  if (reference.operand < 0) {
+    return false;
   }
   const auto& operand = program.operand[reference.operand];
   const bool is_half = operand.element == Element::float16 || operand.element == Element::bfloat16;
@@ -668,11 +673,11 @@ cudaError_t run(const Program& program, cudaStream_t stream) {
   for (int dim = 0; dim < Program::kMaxDims; ++dim) {
     launch.size[dim] = Divisor(dim < launch.program.dims ? launch.program.size[dim] : 1, program.numel());
   }
-  bool has_half = program.element == Element::float16;
+  bool has_float16 = program.element == Element::float16;
   for (int k = 0; k < program.operands; ++k) {
-    has_half |= program.operand[k].element == Element::float16;
+    has_float16 |= program.operand[k].element == Element::float16;
   }
-  has_half ? start_of_type<c10::Half>(launch, stream) : start_of_type<c10::BFloat16>(launch, stream);
+  has_float16 ? start_of_type<c10::Half>(launch, stream) : start_of_type<c10::BFloat16>(launch, stream);
   return cudaGetLastError();
 }
 
