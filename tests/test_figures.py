@@ -215,7 +215,7 @@ def test_figures_of_what_is_saved():
     assert re.findall(r"^\| .+% \|$", page, re.MULTILINE) == expected
     assert "inside the scope conversion saves time, not memory" in page
     assert all(row["both"] > row["recipes"] - 0.001 for row in rows)
-    assert "a converted MobileNetV2 takes no longer than the unmodified\none" in page
+    assert "a converted MobileNetV2 takes no longer than the unmodified one" in page
     timed = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-recompute.json").read_text())["rows"]
     assert all(row["time"] < 1 for row in timed if row["model"] == "mobilenet_v2")
 
