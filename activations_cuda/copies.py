@@ -105,14 +105,8 @@ def _is_constant(value):
     return type(value) is not type and (type(value) in ATOMIC or (type(value) is tuple and all(map(_is_constant, value))))
 
 
-class _Unfinalized:
-    """In front of a module's class: what its finalizer would close is still the module's."""
-
-    def __init_subclass__(cls, **kwargs):
-        """Hides a hook of the module's class."""
-
-    def __del__(self):
-        pass
+def _keep_open(self):
+    """In the place of a finalizer: what it would close is still the module's."""
 
 
 def _empty(kind):
@@ -227,7 +221,7 @@ class Copier:
 
     def _module(self, module, kind):
         own = nn.Module if wrapped(module) is not None else original_of(kind)
-        copy = object.__new__(subclass(_Unfinalized, own, {}) if hasattr(own, "__del__") else own)
+        copy = object.__new__(subclass(own, {"__del__": _keep_open}) if hasattr(own, "__del__") else own)
 
         def fill():
             attributes = _containers_of(kind) | vars(module)

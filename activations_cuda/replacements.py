@@ -10,8 +10,9 @@ import sys
 import types
 from abc import ABCMeta
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
-from inspect import unwrap
+from inspect import signature, unwrap
 from typing import Any
 
 import torch
@@ -126,28 +127,24 @@ def _forward_mode(names):
     return _ForwardMode(names)
 
 
-class Converted(modules.Activation):
-    """The common base of the subclasses whose forward calls this package's functions."""
+# The methods of a converted class, in its own dict: its only base is the original, whose instances must have room for it.
 
-    _fastact_original: type
-    _fastact_names: frozenset[str]
-    _fastact_recomputes: bool
 
-    def __init_subclass__(cls, **kwargs):
-        """Hides a hook of the original class, which is meant only for the user's own subclasses."""
+def _get_name(self):
+    kind = self._fastact_class
+    names = [*sorted(kind._fastact_names), *(["recompute"] if kind._fastact_recomputes else [])]
+    return f"{kind._fastact_original.__name__}[{', '.join(f'activations_cuda.{name}' for name in names)}]"
 
-    def _get_name(self):
-        names = [*sorted(self._fastact_names), *(["recompute"] if self._fastact_recomputes else [])]
-        return f"{self._fastact_original.__name__}[{', '.join(f'activations_cuda.{name}' for name in names)}]"
 
-    def __reduce_ex__(self, protocol):
-        reduced, kind = super().__reduce_ex__(protocol), type(self)
-        if original_of(kind) is kind or isinstance(reduced, str):  # derived from one of ours; the name of a global
-            return reduced
-        make, arguments, *rest = reduced
-        # Without the class itself, which no Python module holds.
-        own = _with_original(kind, (make, *arguments))
-        return _made, (original_of(kind), (kind._fastact_names, kind._fastact_recomputes), *own), *rest
+def _reduce_ex(self, protocol):
+    ours, kind = self._fastact_class, type(self)
+    reduced = super(ours, self).__reduce_ex__(protocol)
+    if kind is not ours or isinstance(reduced, str):  # derived from one of ours; the name of a global
+        return reduced
+    make, arguments, *rest = reduced
+    # Without the class itself, which no Python module holds.
+    own = _with_original(kind, (make, *arguments))
+    return _made, (original_of(kind), (kind._fastact_names, kind._fastact_recomputes), *own), *rest
 
 
 def _with_original(kind, value):
@@ -168,17 +165,18 @@ def _made(original, what, make, *arguments):
 
 
 def _forward(self, *args, **kwargs):
-    if not isinstance(self, Converted):  # reverted, while somebody has this method
+    ours = getattr(type(self), "_fastact_class", None)
+    if ours is None:  # reverted, while somebody has this method
         return type(self).forward(self, *args, **kwargs)
-    forward = super(Converted, self).forward
+    forward = super(ours, self).forward
     # Without a gradient nothing is saved, and PyTorch's fast paths for inference step aside where there is a mode.
-    if not torch.is_grad_enabled() or is_dynamo_compiling() or is_exporting():
+    if not torch.is_grad_enabled() or is_dynamo_compiling() or is_exporting() or torch.jit.is_tracing():
         return forward(*args, **kwargs)
-    if self._fastact_recomputes:
+    if ours._fastact_recomputes:
         forward = recompute(self)(forward)
-    if not self._fastact_names:
+    if not ours._fastact_names:
         return forward(*args, **kwargs)
-    with _forward_mode(self._fastact_names) as mode:  # noqa: F841, which is_meant looks for
+    with _forward_mode(ours._fastact_names) as mode:  # noqa: F841, which is_meant looks for
         return forward(*args, **kwargs)
 
 
@@ -190,22 +188,40 @@ def _converted_class(original, names, recomputes):
     for kind in type.__subclasses__(original):
         if (vars(kind).get("_fastact_names"), vars(kind).get("_fastact_recomputes")) == (names, recomputes):
             return kind
-    forward = types.FunctionType(FORWARD, globals(), "forward")
-    members = {
-        "_fastact_original": original,
-        "_fastact_names": names,
-        "_fastact_recomputes": recomputes,
-        "forward": functools.update_wrapper(forward, original.forward, updated=()),
-    }
-    return subclass(Converted, original, members)
+    forward = functools.update_wrapper(types.FunctionType(FORWARD, globals(), "forward"), original.forward, updated=())
+    with suppress(TypeError, ValueError):  # for what doesn't look behind a wrapper
+        forward.__signature__ = signature(original.forward)
+    kind = subclass(
+        original,
+        {
+            "_fastact_original": original,
+            "_fastact_names": names,
+            "_fastact_recomputes": recomputes,
+            "_get_name": _get_name,
+            "__prepare_scriptable__": modules.Activation.__prepare_scriptable__,
+            "__reduce_ex__": _reduce_ex,
+            "forward": forward,
+        },
+    )
+    kind._fastact_class = kind
+    return kind
 
 
-def subclass(base: type, original: type, members: dict[str, Any]) -> type:
-    """A class derived from both, named as the original."""
+class _Unregistered(nn.Module):
+    """In front of a class whose hook is meant only for the user's own subclasses."""
+
+    def __init_subclass__(cls, **kwargs):
+        pass
+
+
+def subclass(original: type, members: dict[str, Any]) -> type:
+    """A class derived from another, named as that."""
     named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    hook = getattr(original.__init_subclass__, "__func__", None)
+    bases = (original,) if hook is None or hook.__module__ == "typing" else (_Unregistered, original)
     # Past a user's metaclass, which may check or register the classes that it makes. ABCMeta keeps state for each class.
     new = ABCMeta.__new__ if issubclass(type(original), ABCMeta) else type.__new__
-    return new(type(original), original.__name__, (base, original), members | named)
+    return new(type(original), original.__name__, bases, named | members)
 
 
 def original_of(kind: type) -> type:
@@ -215,6 +231,11 @@ def original_of(kind: type) -> type:
 
 def is_converted(module: nn.Module) -> bool:
     return original_of(type(module)) is not type(module)
+
+
+def is_derived(module: nn.Module) -> bool:
+    """Whether its class derives from a converted one: fully_shard makes such, and parametrizations do."""
+    return getattr(type(module), "_fastact_class", type(module)) is not type(module)
 
 
 def class_for(module: nn.Module, names: frozenset[str], recomputes: bool = False) -> type:
