@@ -337,7 +337,7 @@ def test_formulas_that_differ_beside_the_mean_alone():
 
 
 def set_programs(given):
-    _C.recipes.set_programs(given, programs.TABULATED, programs.table, torch.reshape)
+    _C.recipes.set_programs(given, programs.TABULATED, programs.table)
 
 
 def test_subnormals_that_the_cpu_flushes():

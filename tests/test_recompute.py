@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from activations_cuda import _C, GELU, SiLU, recompute
-from activations_cuda.recipes import hook, programs, scope
+from activations_cuda import _C, GELU, SiLU, convert, recompute
+from activations_cuda.recipes import hook, norms, programs, scope
 from activations_cuda.recipes.rules import IN_PLACE, RULES, op, same
 from activations_cuda.recipes.step import Underivable
 from activations_cuda.recipes.verification import Candidates
@@ -1253,8 +1253,147 @@ def test_a_scope_that_fails_to_begin_leaves_no_hook(monkeypatch):
     assert top_hooks() is None
 
 
+NORMS = {
+    "layer": lambda: nn.Sequential(nn.Flatten(), nn.LayerNorm(8 * 81), nn.Unflatten(1, (8, 9, 9))),
+    "batch": lambda: nn.BatchNorm2d(8),
+    "group": lambda: nn.GroupNorm(2, 8),
+    "instance": lambda: nn.InstanceNorm2d(8, affine=True),
+}
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0, math.nan])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_first_batch_that_proves_nothing(norm, first, dtype, device):
+    """Of zeros, or of NaN, many formulas give the same."""
+    torch.manual_seed(0)
+    net = nn.Sequential(NORMS[norm](), nn.ReLU(), nn.Conv2d(8, 4, 1)).to(device, dtype)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter)
+    batches = [torch.full((4, 8, 9, 9), first), *torch.randn(2, 4, 8, 9, 9)]
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        result = []
+        for batch in batches:
+            with scope():
+                loss = net(batch.to(device, dtype)).float().square().mean()
+            result += torch.autograd.grad(loss, net.parameters())
+        return result
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, torch.exp], ids=lambda function: function.__name__)
+def test_zeros_at_first_prove_no_function(function):
+    """The CPU computes these otherwise in vectors than one by one, so that layouts count that nobody saves."""
+    x, w = torch.randn(1001, 64, requires_grad=True), torch.randn(32, requires_grad=True)
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        result = []
+        for step in range(3):
+            with scope():
+                h = x * step
+                loss = (function(h[:, ::2].contiguous()) * w).square().sum() + h.square().sum()
+            result += torch.autograd.grad(loss, [x, w])
+        return result
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_layout_that_nobody_saves(seed):
+    torch.manual_seed(seed)
+    conv, norm = nn.Conv2d(3, 13, 3), nn.LayerNorm(13)
+    x, w = torch.randn(3, 3, 21, 23), torch.randn(13, requires_grad=True)
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        with scope():
+            loss = (torch.sigmoid(norm(conv(x).permute(0, 2, 3, 1))) * w).square().sum()
+            loss = loss + (torch.sigmoid(conv(x).contiguous(memory_format=torch.channels_last)) * w.view(-1, 1, 1)).sum()
+        return torch.autograd.grad(loss, [*conv.parameters(), *norm.parameters(), w])
+
+    same_with_scope(run)
+
+
+def test_an_assumption_is_proved_by_each_reader():
+    """That batch norm has no bias: the bias of the second half of the channels is another in each step."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 16, 5, 5, requires_grad=True), torch.randn(2, 8, 1, 1, requires_grad=True)
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        result = []
+        for step in range(3):
+            bias = torch.zeros(16)
+            bias[8:] = step
+            with scope():
+                y, z = F.batch_norm(x, None, None, None, bias, True).chunk(2, 1)
+                loss = (torch.relu(y) * w[0]).square().sum() + (torch.tanh(z) * w[1]).square().sum()
+            result += torch.autograd.grad(loss, [x, w])
+        return result
+
+    same_with_scope(run)
+
+
+def test_what_an_earlier_scope_computed():
+    """With a parameter that the optimizer has written to since."""
+    p, q = torch.randn(2, 64, 64).unbind()
+    p, q = nn.Parameter(p), nn.Parameter(q)
+
+    def run(scope):
+        with torch.no_grad():
+            p.fill_(0.5)
+        result = []
+        for step in range(4):
+            with scope():
+                if step % 2 == 0:
+                    y = p * 2.0
+                loss = (y * q).sum()
+            result += torch.autograd.grad(loss, [q])
+            with torch.no_grad():
+                p.add_(1)
+        return result
+
+    same_with_scope(run)
+
+
+def test_trials_tell_formulas_apart_whatever_the_variance():
+    layer_norm = norms.LAYER_NORM.formula
+    for seed in range(8):
+        torch.manual_seed(seed)
+        x, w, b = (torch.randn(32, 16) * 1e-2).bfloat16(), torch.ones(16), torch.zeros(16)
+        _, mean, rstd = torch.native_layer_norm(x, (16,), w, b, 1e-12)
+        assert layer_norm.choose(x, w, b, mean, rstd, (16,)) == (None, None)
+
+
+@pytest.mark.parametrize("line", ["convert", "recompute"])
+def test_a_model_that_keeps_an_output_is_freed(line):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            self.features = torch.relu(self.norm(self.first(x)))
+            return self.last(self.features)
+
+    net = Net()
+    if line == "convert":
+        convert(net, recompute=True)(torch.randn(4, 8))
+    else:
+        with recompute(net):
+            net(torch.randn(4, 8))
+    reference = weakref.ref(net)
+    del net
+    gc.collect()
+    assert reference() is None
+
+
 def test_check_finds_a_write_that_autograd_does_not_record():
-    p, q = torch.randn(2, 64, requires_grad=True).unbind()
+    p, q = (torch.randn(64, requires_grad=True) for _ in range(2))
 
     def tanh_of_sum(is_clamped):
         y = p + q

@@ -1,6 +1,7 @@
 """What autograd calls within the scope: the hook's state, and what its quick half in C++ leaves to Python."""
 
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -8,7 +9,16 @@ from torch import Tensor, nn
 
 from activations_cuda import _C
 from activations_cuda.recipes import programs
-from activations_cuda.recipes.rules import IN_PLACE, MOVEMENTS, OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS, Op, same
+from activations_cuda.recipes.rules import (
+    IN_PLACE,
+    MOVEMENTS,
+    OF_ALL_OUTPUTS,
+    RULES,
+    RULES_WITH_CONVOLUTIONS,
+    VARIES,
+    Op,
+    same,
+)
 from activations_cuda.recipes.step import DTYPE, SHAPE, NothingYet, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
@@ -34,15 +44,30 @@ class Hook:
         outer: the hooks around the scope, which get what is kept.
         convolutions: whether depthwise convolutions are inexpensive enough.
         assumes: whether every recipe is taken for right, as on fake tensors.
+        begins: the sequence number of autograd's next node when the scope began, by default now.
     """
 
     def __init__(
-        self, model: nn.Module | None, check: bool, outer: Any, convolutions: bool = False, assumes: bool = False
+        self,
+        model: nn.Module | None,
+        check: bool,
+        outer: Any,
+        convolutions: bool = False,
+        assumes: bool = False,
+        begins: int | None = None,
     ) -> None:
-        self.model, self.check, self.outer, self.convolutions, self.assumes = model, check, outer, convolutions, assumes
+        # Weakly: whoever keeps an output keeps its graph, which has this.
+        self._model = None if model is None else weakref.ref(model)
+        self.check, self.outer, self.convolutions, self.assumes = check, outer, convolutions, assumes
+        # What the graph had before isn't known to have been written to since.
+        self.begins = _C.recipes.sequence_number() if begins is None else begins
         self.rules = RULES_WITH_CONVOLUTIONS if convolutions else RULES
         self.mismatch: str | None = None
         self._norms: dict[Any, nn.Module | None] | None = None
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._model and self._model()
 
     @property
     def pack(self) -> Any:
@@ -50,8 +75,9 @@ class Hook:
 
     def norm(self, weight: Any) -> nn.Module | None:
         """The model's module that has this weight."""
+        model = self.model
         if (
-            self.model is None
+            model is None
             or sharding()[0]
             or not isinstance(weight, _C.recipes.Value)
             or not isinstance(weight.held, Tensor)
@@ -59,7 +85,7 @@ class Hook:
             return None
         if self._norms is None:
             self._norms = {}
-            for module in self.model.modules():
+            for module in model.modules():
                 own = module._parameters.get("weight")  # past properties, which may compute it
                 if own is not None and hasattr(module, "eps"):
                     place = _place_of(own)
@@ -112,10 +138,11 @@ SMALLEST_COPY_OF_PARAMETER = 2**20
 AS_STRIDED, UNPACK_MASK = "as_strided", "unpack_mask"  # stand for formulas that C++ computes
 
 _C.recipes.set_smallest(SMALLEST, SMALLEST_COPY_OF_PARAMETER)
-_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table, torch.reshape)
+_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table)
 _C.recipes.set_up(
     in_place=IN_PLACE,
     movements=MOVEMENTS,
+    reshape=torch.reshape,
     cast=torch.Tensor.to,
     rule_of_op=Op,
     of_all_outputs=OF_ALL_OUTPUTS,
@@ -130,6 +157,7 @@ _C.recipes.set_up(
     same=same,
     failed=_failed,
     cast_node="ToCopyBackward0",
+    varies=VARIES,
     shape=SHAPE,
     dtype=DTYPE,
 )

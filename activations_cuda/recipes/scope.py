@@ -74,7 +74,7 @@ class recompute:
         if isinstance(around, Hook):
             model = around.model if self.model is None else self.model
             convolutions = self.convolutions or around.convolutions
-            return Hook(model, self.check or around.check, around.outer, convolutions)
+            return Hook(model, self.check or around.check, around.outer, convolutions, begins=around.begins)
         return Hook(self.model, self.check, outer, self.convolutions)
 
     def __enter__(self) -> "recompute":

@@ -1,8 +1,9 @@
 """Trust but verify: a recipe is used where it has once given what PyTorch's ops gave, all of it, to the bit.
 
 Which formula an op has depends on device, dtype, layout and sizes. So each of these *configurations* is tried at its first use.
-The tensor at hand would prove little of a normalisation: with a weight of one and a bias of zero, as all have them at first,
-many formulas agree, and half types hide most differences. So its formula is chosen by trials with other parameters.
+The tensor at hand would prove little of a normalization: with a weight of one and a bias of zero, as all have them at first,
+many formulas agree, and half types hide most differences. So its formula is chosen by trials with other numbers. And a tensor
+of zeros, as behind a gate that begins closed, proves nothing: what gave it is compared again at its next use.
 """
 
 import logging
@@ -31,12 +32,12 @@ MAX_TRIALS_TO_DECIDE = 1024
 
 @dataclass(eq=False)
 class Candidates:
-    """Formulas of a normalisation's output, given (input, weight, bias, *statistics, *arguments), the cheapest first.
+    """Formulas of a normalization's output, given (input, weight, bias, *statistics, *arguments), the cheapest first.
 
     Attributes:
         formulas: one of which is to fit.
         op: PyTorch's own, given (input, weight, bias, *arguments); returns the output and the statistics.
-        closest: of (input, *statistics), the normalised element closest to 0 for each of the weight, in float64.
+        closest: of (input, *statistics), the normalized element closest to 0 for each of the weight, in float64.
     """
 
     formulas: tuple[Formula, ...]
@@ -48,12 +49,16 @@ class Candidates:
     ) -> tuple[Formula, bool] | tuple[None, None]:
         """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
         generator = torch.Generator(input.device).manual_seed(0)
+        input = _random_like(input, generator)
         choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
         count = sum(isinstance(each, Tensor) for each in others)
         arguments = others[count:]
         size = max(1, input.numel())
         enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
-        product: Any = None if bias is None else self.closest(input, *others)
+        product: Any = None
+        if bias is not None:
+            _, *statistics = self.op(input, weight, bias, *arguments)
+            product = self.closest(input, *statistics[:count], *arguments)
         for trial in range(max(enough, min(MAX_TRIALS_TO_DECIDE, MAX_ELEMENTS_TRIED // size))):
             if trial >= enough and sum(fuses for _, fuses in choices) < 2:  # PyTorch's own op, which fits, has no program
                 break
@@ -69,6 +74,24 @@ class Candidates:
             operands = input, weight, bias, *found[:count]
             choices = [choice for choice in choices if _fits(*choice, operands, arguments, output)]
         return choices[0] if choices else (None, None)
+
+
+def _random_like(tensor, generator):
+    """Of the same strides, in memory that is as aligned. The numbers aren't centred, or some differences wouldn't show."""
+    offset = tensor.storage_offset() % 16
+    size = 1 + offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    numbers = tensor.new_empty(max(0, size)).normal_(mean=1.0, generator=generator)
+    return numbers.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def _tells(tensor):
+    """Whether a comparison with it proves a formula: of zeros, or of NaN, many give the same."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    least, most = tensor.aminmax()
+    if not (least.isfinite() and most.isfinite()):
+        least, most = tensor.nan_to_num(0.0, 0.0, 0.0).aminmax()
+    return bool(least != most) if tensor.numel() > 1 else bool(least != 0)
 
 
 def _fits(formula, fuses, operands, arguments, output):
@@ -144,8 +167,10 @@ def _verify(recipe, untried, tensor):
                 each.fuses = False
             if not is_identical(recipe.compute(), tensor):
                 return _refuse(recipe, tensor)
-    for each, _ in untried:
-        _C.recipes.choose(each.configuration, each.formula, each.fuses)
+    tells = _tells(tensor)
+    for each, formula in untried:
+        if tells or isinstance(formula, Candidates):
+            _C.recipes.choose(each.configuration, each.formula, each.fuses)
     return True
 
 

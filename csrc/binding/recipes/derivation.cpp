@@ -1,6 +1,7 @@
 #include "derivation.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 
 #include "../dtypes.h"
 #include "../origin.h"
+#include "../strides.h"
 #include "fusion.h"
 #include "parameters.h"
 
@@ -54,12 +56,42 @@ bool choose(const py::object& object, bool is_assumed) {
   return true;
 }
 
+// Finds the strides of an op's output that isn't at hand: those of its operands, where these are dense and alike.
+void infer_strides(Value& recipe) {
+  const bool is_view = recipe.formula.is(formulas().reshape);
+  const bool is_norm = !PyCallable_Check(recipe.formula.ptr());  // one of several formulas
+  if (contains(formulas().movements, recipe.formula) && !is_view) {
+    return;
+  }
+  std::optional<at::DimVector> found;
+  for (const py::object& each : recipe.operands) {
+    if (!is_value(each)) {
+      continue;
+    }
+    const Value& value = value_of(each);
+    const auto strides = value.strides_of();
+    if (value.sizes_of() != at::IntArrayRef(recipe.sizes) && !is_view) {
+      continue;
+    }
+    const bool keeps_dtype = recipe.formula.is(formulas().cast) && value.dtype_of() == recipe.dtype;  // only its layout changes
+    if (!strides || keeps_dtype || !is_dense(value.sizes_of(), *strides) || (found && *strides != at::IntArrayRef(*found))) {
+      return;
+    }
+    if ((is_view || is_norm) && !agree(value.sizes_of(), *strides, c10::contiguous_strides(value.sizes_of()))) {
+      return;
+    }
+    found = is_view ? c10::contiguous_strides(recipe.sizes) : at::DimVector(*strides);
+  }
+  recipe.strides_of_output = std::move(found);
+}
+
 // Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
 bool complete(const Step& step, const py::object& name, const py::object& object) {
   Value& recipe = value_of(object);
   const auto& meta = step.node->input_metadata(step.number);
   recipe.source = name;
   recipe.sizes = sizes_of(meta);
+  recipe.is_assumed = step.is_assumed;
   Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
   const auto add_root = [&](const py::object& root) {
     if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
@@ -84,6 +116,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
       continue;
     }
     std::for_each(value.roots.begin(), value.roots.end(), add_root);
+    recipe.is_assumed |= value.is_assumed && !value.replaced;
     if (!value.replaced) {  // what somebody saved wasn't written to by this op
       recipe.max_writes = std::max(recipe.max_writes, value.max_writes + 1);
     }
@@ -102,6 +135,17 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   }
   recipe.dtype = c10::typeMetaToScalarType(meta.dtype());
   recipe.device = meta.device();
+  if (meta.device().is_cpu()) {
+    const bool varies = contains(callbacks().varies, recipe.formula);
+    if (varies && std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
+          return is_value(each) && !value_of(each).strides_of();
+        })) {
+      return false;
+    }
+    if (!step.tensor) {
+      infer_strides(recipe);
+    }
+  }
   append(numbers, recipe.dtype, meta.device());
   recipe.configuration = number_of(numbers);
 
@@ -311,7 +355,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
     return {};
   }
   for (const auto& [output, value] : derivation.between) {
-    if (value.first) {
+    if (value.first && !value_of(value.first).is_assumed) {  // or other readers would take it for proven
       note(value.first, value.second, output.second);
     }
   }

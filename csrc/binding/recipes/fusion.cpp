@@ -1,6 +1,7 @@
 #include "fusion.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -44,7 +45,6 @@ struct Programs {
   std::unordered_map<PyObject*, std::vector<FormulaInstruction>> instructions;
   py::object tabulated;  // formulas of one operand, of which there may be tables for half types
   py::object table;      // (formula, arguments, like) -> a table, or None
-  py::object reshape;    // the formula of views
 };
 
 Programs* programs = nullptr;
@@ -232,7 +232,7 @@ class Builder {
     }
     const Builder before = *this;
     Value* found = &value;
-    if (value.formula.is(programs->reshape) && has_dense_sizes(reader) && is_value(value.operands[0])) {
+    if (value.formula.is(formulas().reshape) && has_dense_sizes(reader) && is_value(value.operands[0])) {
       found = &value_of(value.operands[0]);  // in whose sizes the program counts
       if (!found->is_recipe() || found->remembers()) {
         return false;
@@ -393,16 +393,6 @@ std::optional<at::DimVector> strides_along(
   return result;
 }
 
-at::DimVector dense_strides(at::IntArrayRef sizes) {
-  at::DimVector strides(sizes.size());
-  int64_t next = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    strides[dim] = next;
-    next *= std::max<int64_t>(sizes[dim], 1);
-  }
-  return strides;
-}
-
 // Whether PyTorch's own op on the CPU may round otherwise, in vectors and beyond them.
 bool is_for_cuda(const Instruction& instruction) {
   return instruction.opcode == Opcode::silu || instruction.opcode == Opcode::silu_gradient ||
@@ -461,9 +451,9 @@ bool Builder::read_leaves() {
 }
 
 std::optional<at::DimVector> Builder::output_strides() const {
-  const at::DimVector in_order = dense_strides(sizes_);
+  const at::DimVector in_order = c10::contiguous_strides(sizes_);
   if (is_view()) {
-    const bool is_in_order = !root_->has_strides || root_->strides == dense_strides(root_->sizes);
+    const bool is_in_order = !root_->has_strides || root_->strides == c10::contiguous_strides(root_->sizes);
     return is_in_order ? std::optional(in_order) : std::nullopt;
   }
   if (root_->has_strides) {
@@ -544,8 +534,8 @@ std::optional<at::Tensor> Builder::run() {
 
 }  // namespace
 
-void set_programs(const py::dict& given, py::object tabulated, py::object table, py::object reshape) {
-  programs = new Programs{{}, std::move(tabulated), std::move(table), std::move(reshape)};
+void set_programs(const py::dict& given, py::object tabulated, py::object table) {
+  programs = new Programs{{}, std::move(tabulated), std::move(table)};
   for (const auto& [formula, instructions] : given) {
     auto& of_formula = programs->instructions[formula.ptr()];
     formula.inc_ref();

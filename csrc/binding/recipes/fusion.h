@@ -11,7 +11,7 @@
 namespace fastact::recipes {
 
 // What of formulas the kernels can compute, as recipes/programs.py says it.
-void set_programs(const py::dict& programs, py::object tabulated, py::object table, py::object reshape);
+void set_programs(const py::dict& programs, py::object tabulated, py::object table);
 
 // The names of the kernels' instructions.
 py::tuple opcodes();

@@ -1,5 +1,6 @@
 #include "module.h"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 
 #include <string>
@@ -55,7 +56,9 @@ void add_recipes(py::module_& module) {
   add_value_type(module);
   module.def("set_up", [](const py::kwargs& given) {
     const auto formula = [&](const char* name) { return py::object(given[name]); };
-    set_formulas({given["in_place"], formula("movements"), formula("as_strided"), formula("cast"), formula("unpack_mask")});
+    set_formulas(
+        {given["in_place"], formula("movements"), formula("reshape"), formula("as_strided"), formula("cast"),
+         formula("unpack_mask")});
     set_callbacks(given);
   });
   module.def("set_smallest", &set_smallest);
@@ -83,6 +86,7 @@ void add_recipes(py::module_& module) {
   module.def("choose", [](int64_t configuration, const py::object& formula, bool fuses) {
     chosen()[configuration] = {formula, fuses};
   });
+  module.def("sequence_number", &at::sequence_number::peek);
   module.def("set_programs", &set_programs);
   module.attr("opcodes") = opcodes();
   module.def("recipe", &recipe_like);

@@ -22,7 +22,12 @@ bool is_private(const Value& value) {
 }
 
 // The value of a parameter, which is a leaf of the graph.
-py::object find_leaf(const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
+py::object find_leaf(
+    py::handle hook, const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
+  if (parameter._version() > 0 && !assumes(hook) &&
+      reader.sequence_nr() < static_cast<uint64_t>(PyLong_AsLongLong(attribute(hook, NAME("begins")).ptr()))) {
+    return {};  // an optimizer may have written to it since an earlier scope
+  }
   if (!is_freed(parameter)) {
     py::object value = keep(parameter, py::none(), py::none());
     note(value, node, number);
@@ -51,7 +56,7 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
   }
   if (!value) {
     if (is_leaf({node, number})) {
-      return find_leaf(static_cast<const torch::autograd::AccumulateGrad&>(*node).variable, reader, node, number, depth);
+      return find_leaf(hook, static_cast<const torch::autograd::AccumulateGrad&>(*node).variable, reader, node, number, depth);
     }
     value = derive({hook, node, number, nullptr, depth});
     if (Derivation::current) {

@@ -24,6 +24,7 @@ struct Callbacks {
         same(given["same"]),
         failed(given["failed"]),
         cast_node(py::str(given["cast_node"])),
+        varies(given["varies"]),
         shape(given["shape"]),
         dtype(given["dtype"]) {}
 
@@ -38,6 +39,7 @@ struct Callbacks {
   py::object same;          // the formula of copies
   py::object failed;        // (tensor, error)
   py::str cast_node;        // the name of a cast's node
+  py::object varies;        // formulas whose bits depend on their operands' layout, on the CPU
   py::object shape, dtype;  // what stands among a rule's arguments for the output's own
 };
 

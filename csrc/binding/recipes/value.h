@@ -42,6 +42,12 @@ struct Value {
   bool is_recipe() const { return formula.ptr() != nullptr; }
   at::ScalarType dtype_of() const { return held.defined() ? held.scalar_type() : dtype; }
   std::optional<at::Device> device_of() const { return held.defined() ? std::optional(held.device()) : device; }
+  std::optional<at::IntArrayRef> strides_of() const {
+    return held.defined()      ? std::optional(held.strides())
+           : has_strides       ? std::optional(at::IntArrayRef(strides))
+           : strides_of_output ? std::optional(at::IntArrayRef(*strides_of_output))
+                               : std::nullopt;
+  }
   at::IntArrayRef sizes_of() const { return held.defined() ? held.sizes() : at::IntArrayRef(sizes); }
 
   // Whether it is this tensor's: of the same version and layout, and nothing that it follows from was written to since.
@@ -67,6 +73,8 @@ struct Value {
   std::optional<at::Device> device;
   at::DimVector sizes, strides;
   bool has_strides = false;
+  // Of a recipe that replaces none: the strides of the op's output, if they are known.
+  std::optional<at::DimVector> strides_of_output;
   int64_t configuration = -1;
 
   // What is kept: a tensor, or what the hooks around the scope made of it.
@@ -82,6 +90,7 @@ struct Value {
   std::vector<py::object> roots;                 // the kept values that it follows from in the end
   std::optional<c10::VariableVersion> replaced;  // the version of the tensor that it replaces, which counts on
   bool fuses = true;                             // whether it may be part of a program, see fusion.h
+  bool is_assumed = false;                       // whether it rests on an assumption, and so must be compared itself
   int depth = 0;
   int max_writes = 0;  // of the tensor's version, those that its ops may have made themselves, in place
 
@@ -135,6 +144,7 @@ struct Packing {
 struct Formulas {
   py::dict in_place;     // those that write to their first operand, by those that don't: for temporaries
   py::object movements;  // those whose elements are their operands'
+  py::object reshape;    // that of views
   // Those that aren't called: a view of (base, offset), a cast, and a mask of its bits, whose sizes, strides and dtype are the
   // recipe's.
   py::object as_strided, cast, unpack_mask;
