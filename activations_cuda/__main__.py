@@ -50,12 +50,13 @@ def autocast(dtype):
 
 def report(arguments):
     model = load(arguments.model)
-    images = torch.empty(arguments.batch, 3, arguments.size, arguments.size, device="meta")
+    shape = arguments.batch, 3, arguments.size, arguments.size
     try:
+        images = torch.empty(shape, device="meta")
         with autocast(arguments.autocast):
             result = memory_report(model, images, recompute=arguments.recompute)
     except Exception as error:  # whatever a model raises that wants something else
-        raise ValueError(f"{arguments.model} doesn't take images of shape {tuple(images.shape)}: {error}") from error
+        raise ValueError(f"{arguments.model} doesn't take images of shape {shape}: {error}") from error
     print(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")

@@ -24,6 +24,7 @@ from activations_cuda.replacements import (
     calls_its_class,
     class_for,
     is_converted,
+    is_derived,
     is_patched,
     original_of,
     set_class,
@@ -48,7 +49,7 @@ def _pays_by_default(function, inplace):
 
 
 def _check_classes(name, classes):
-    classes = (classes,) if isinstance(classes, type) else tuple(classes)
+    classes = (classes,) if isinstance(classes, (type, str)) or not isinstance(classes, Iterable) else tuple(classes)
     for kind in classes:
         if kind not in OURS:
             among = ", ".join(sorted(kind.__name__ for kind in OURS))
@@ -76,7 +77,7 @@ def arguments_of(
     (inputs,) = args if len(args) == 1 else (args,)
     if isinstance(inputs, Mapping):
         args, kwargs = (), {**inputs, **kwargs}
-    elif isinstance(inputs, (tuple, list)):
+    elif isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):  # a named tuple is one argument
         args = tuple(inputs)
     elif isinstance(inputs, (int, float, str)):
         kind = type(inputs).__name__
@@ -94,6 +95,21 @@ def arguments_of(
             "pass one that the model takes in a tuple"
         ) from None
     return moved_by_wrapper(model, (args, kwargs))
+
+
+def _check_forward(model):
+    """A class that is derived from the model's own must be what is called."""
+    name = type(model).__name__
+    if type(model).forward is nn.Module.forward or isinstance(model, torch.fx.GraphModule):
+        raise ValueError(
+            f"convert: with recompute=True expected a model whose class has a forward, got {name}: use "
+            "`with activations_cuda.recompute():` around the forward pass"
+        )
+    if not calls_its_class(model):
+        raise ValueError(
+            "convert: expected a model that calls its class's forward, got one with its own: convert it before accelerate's "
+            "prepare, or whatever else sets a forward"
+        )
 
 
 def _counted(classes):
@@ -148,11 +164,8 @@ def convert(
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
-    if recompute and not calls_its_class(unwrapped(model)):
-        raise ValueError(
-            "convert: expected a model that calls its class's forward, got one with its own: convert it before accelerate's "
-            "prepare, or whatever else sets a forward"
-        )
+    if recompute:
+        _check_forward(unwrapped(model))
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
     if surveyed:
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
@@ -162,7 +175,7 @@ def convert(
         names = {_originals.get(module, module): functions for module, functions in names.items()}
         are_candidates = bool(found.calls)
     else:
-        kinds = named or (*BY_DEFAULT, *(SMOOTH if recompute else ()))
+        kinds = (*BY_DEFAULT, *(SMOOTH if recompute else ())) if named is None else named
         names = {
             module: frozenset([FUNCTIONS[type(module)]])
             for module in model.modules()
@@ -179,11 +192,15 @@ def convert(
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
     if surveyed or recompute:
         revert_all(model)
-    _replace(model, names)
-    if recompute:
-        root = unwrapped(model)
-        set_class(root, class_for(root, names.get(root, frozenset()), recomputes=True))
-        lines.append("the rest is recomputed")
+    try:
+        _replace(model, names)
+        if recompute:
+            root = unwrapped(model)
+            set_class(root, class_for(root, names.get(root, frozenset()), recomputes=True))
+            lines.append("the rest is recomputed")
+    except TypeError:  # of a class that none can take the place of
+        revert_all(model)
+        raise
     if are_candidates and not names and not recompute:
         warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
     else:
@@ -214,16 +231,13 @@ def _replace(model, names):
 
 
 def _held_elsewhere(model, modules):
-    """Those that are children of a module outside of the model's tree too."""
-
-    def is_of_children(held):
-        owners = gc.get_referrers(held)
-        attributes = [vars(each) if isinstance(each, nn.Module) else each for each in owners]
-        return any(type(each) is dict and each.get("_modules") is held for each in attributes)
-
+    """Those that are children of a module outside of the model's tree too, or were until a twin took their place there."""
     own = {id(module._modules) for module in model.modules()}
-    others = [each for each in gc.get_referrers(*modules) if isinstance(each, dict) and id(each) not in own]
-    held = {id(value) for each in filter(is_of_children, others) for value in dict.values(each)}
+    others = {id(each): each for each in gc.get_referrers(*modules) if isinstance(each, dict) and id(each) not in own}
+    owners = gc.get_referrers(*others.values()) if others else []
+    attributes = [vars(each) if isinstance(each, nn.Module) else each for each in owners]
+    children = [each["_modules"] for each in attributes if type(each) is dict and id(each.get("_modules")) in others]
+    held = {id(value) for each in children for value in dict.values(each)} | set(map(id, _originals.values()))
     return [module for module in modules if module is not model and id(module) in held]
 
 
@@ -265,11 +279,18 @@ def revert(model: nn.Module) -> nn.Module:
     check_model("revert", model)
     kinds = _counted(type(module) for module in filter(is_converted, model.modules()))
     hidden = [name for name, module in model.named_modules() if is_converted(module) and not calls_its_class(module)]
+    derived = [name for name, module in model.named_modules() if is_derived(module)]
     revert_all(model)
     _say("revert: %s", kinds or "nothing")
     if hidden:
         warnings.warn(
             f"revert: {', '.join(hidden)}: a forward that was set on the module may still call this package's; set it anew",
+            stacklevel=2,
+        )
+    if derived:
+        warnings.warn(
+            f"revert: {', '.join(derived)}: of a class that was derived since from the converted one, as by fully_shard: still "
+            "converted",
             stacklevel=2,
         )
     return model

@@ -6,6 +6,7 @@ A copy goes as deep as Python goes. Containers, plain objects, closures and boun
 """
 
 import dis
+import random
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from activations_cuda.replacements import original_of, subclass
 
 __all__ = ["Copier", "moved_by_wrapper", "unwrapped"]
 
-BUILTIN = type(None), type(...), bool, int, float, complex, str, bytes, type, ModuleType, BuiltinFunctionType
+BUILTIN = type(None), type(...), bool, int, float, complex, str, bytes, type, ModuleType
 ATOMIC = frozenset(BUILTIN) | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 SHARED = (
     "activations_cuda.",
@@ -40,7 +41,11 @@ SHARED = (
     "torch.distributed.",
     "torch.jit.",
 )
-RANDOM = "random.", "numpy.random."  # generators, whose state a forward pass changes
+RANDOM = random.Random, torch.Generator  # whose state a forward pass changes
+CONTAINERS = dict, list, set, OrderedDict, defaultdict, deque
+WEAK_CONTAINERS = weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
+# What hooks call that does more than compute.
+EFFECTS = frozenset({"print", "open", "input", "breakpoint", "exec", "eval", "setattr", "delattr"})
 
 
 PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
@@ -96,7 +101,8 @@ def _keeps_nothing(hook):
     variables += [cell.cell_contents for cell in hook.__closure__ or ()]
     variables += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *hook.__code__.co_consts]
     names = {instruction.opname for instruction in dis.get_instructions(hook)}
-    return "STORE_GLOBAL" not in names and all(map(_is_constant, variables))
+    is_pure = EFFECTS.isdisjoint(hook.__code__.co_names) and names.isdisjoint(("STORE_GLOBAL", "IMPORT_NAME"))
+    return is_pure and all(map(_is_constant, variables))
 
 
 def _is_constant(value):
@@ -115,10 +121,26 @@ def _empty(kind):
 
 
 def _containers_of(kind):
-    """The containers among a class's attributes, which its code may fill."""
+    """The containers and tensors among a class's attributes, which its code may write to."""
     kinds = (each for each in reversed(kind.__mro__) if not _is_of(each, ("torch.", "builtins.")))
     attributes = (item for each in kinds for item in vars(each).items())
-    return {name: value for name, value in attributes if type(value) in (dict, list, set, OrderedDict, defaultdict, deque)}
+    return {
+        name: value for name, value in dict(attributes).items() if type(value) in CONTAINERS or issubclass(type(value), Tensor)
+    }
+
+
+def _has_values(function):
+    """Whether a function has more than its code: variables of others, or defaults, that it may write to."""
+    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+
+
+def _is_hashed_by_identity(key):
+    """Whether so is a key, or all in it that isn't atomic."""
+    if type(key) is tuple:
+        return any(map(_is_hashed_by_identity, key)) and all(
+            type(each) in ATOMIC or _is_hashed_by_identity(each) for each in key
+        )
+    return issubclass(type(key), (Tensor, nn.Module))
 
 
 class Copier:
@@ -149,8 +171,10 @@ class Copier:
         if id(value) not in self.copies:
             try:
                 self._start(value, kind)
-            except Exception:  # no copy can be made of it
-                self.copies[id(value)] = value, value
+            except Exception as error:
+                if issubclass(kind, nn.Module):
+                    raise TypeError(f"expected a model that can be copied, got {kind.__name__} in it: {error}") from error
+                self.copies[id(value)] = value, value  # no copy can be made of it
         return self.copies[id(value)][1]
 
     def _all(self, values):
@@ -163,18 +187,30 @@ class Copier:
         elif issubclass(kind, nn.Module) and not issubclass(kind, torch.jit.ScriptModule):
             copy, fill = self._module(value, kind)
             self.unfilled.append(fill)
-        elif kind is FunctionType and value.__closure__ and not (value.__module__ or "").startswith("torch."):
+        elif kind is FunctionType and _has_values(value) and not (value.__module__ or "").startswith("torch."):
             copy, fill = self._function(value)
             self.unfilled.append(fill)
         elif kind is MethodType:
-            copy = MethodType(value.__func__, self._copy(value.__self__))
+            copy = MethodType(self._copy(value.__func__), self._copy(value.__self__))
+        elif kind is BuiltinFunctionType:  # a method, as list.append, or a function of a module
+            owner = self._copy(value.__self__)
+            copy = value if owner is value.__self__ else getattr(owner, value.__name__)
+        elif kind is type(lru_cache(_has_values)):
+            copy = lru_cache(**value.cache_parameters())(self._copy(value.__wrapped__))
         elif kind is partial:
             copy = partial(self._copy(value.func), *self._all(value.args), **dict(self._items(value.keywords)))
         elif issubclass(kind, (tuple, frozenset)):
             before = list((tuple if issubclass(kind, tuple) else frozenset).__iter__(value))
             after = self._all(before)
             same = all(a is b for a, b in zip(before, after, strict=True))
-            copy = value if same else (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, after)
+            is_structseq = hasattr(kind, "n_sequence_fields")  # torch.return_types.max
+            copy = (
+                value
+                if same
+                else kind(after)
+                if is_structseq
+                else (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, after)
+            )
         elif base := next((base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base)), None):
             copy = base.__new__(kind)
             if base is deque:
@@ -182,9 +218,12 @@ class Copier:
             if issubclass(kind, defaultdict):
                 defaultdict.__init__(copy, value.default_factory)
             self.unfilled += (lambda: self._fill(copy, value, base), lambda: self._fill_object(copy, value))
-        elif kind is weakref.ref:
-            copy = value if value() is None else weakref.ref(self._copy(value()))
-        elif _is_of(kind, RANDOM) or issubclass(kind, torch.Generator):
+        elif kind in (weakref.ref, weakref.WeakMethod):
+            copy = value if value() is None else kind(self._copy(value()))
+        elif kind in WEAK_CONTAINERS:
+            copy = kind()
+            self.unfilled.append(lambda: self._fill_weakly(copy, value))
+        elif issubclass(kind, RANDOM) or _is_of(kind, ("numpy.", "itertools.", "array.")) or kind is bytearray:
             copy = deepcopy(value)
         elif issubclass(kind, (type, Enum, FunctionType)) or kind is object or hasattr(kind, "__del__") or _is_of(kind, SHARED):
             copy = value
@@ -199,7 +238,15 @@ class Copier:
 
     def _keys(self, keys):
         """Others may have a hash of what isn't filled yet."""
-        return [self._copy(key) if issubclass(type(key), (Tensor, nn.Module)) else key for key in keys]
+        return [self._copy(key) if _is_hashed_by_identity(key) else key for key in keys]
+
+    def _fill_weakly(self, copy, value):
+        if isinstance(value, weakref.WeakSet):
+            for item in _listed(lambda: value):
+                copy.add(self._copy(item))
+        else:
+            for key, item in _listed(value.items):
+                copy[self._copy(key)] = self._copy(item)
 
     def _fill(self, copy, value, base):
         if issubclass(base, dict):
@@ -214,6 +261,9 @@ class Copier:
         with suppress(AttributeError):
             attributes = object.__getattribute__(value, "__dict__")
             vars(copy).update(self._items(attributes))
+        self._fill_slots(copy, value)
+
+    def _fill_slots(self, copy, value):
         for slot in chain.from_iterable(vars(kind).values() for kind in type(value).__mro__):
             if type(slot) is MemberDescriptorType:
                 with suppress(AttributeError, TypeError):  # empty, or C's
@@ -229,6 +279,7 @@ class Copier:
                 kept = ((key, hook) for key, hook in _listed(attributes.get(name, {}).items) if _keeps_nothing(hook))
                 attributes[name] = OrderedDict(kept)
             vars(copy).update(self._items(attributes))
+            self._fill_slots(copy, module)
             vars(copy)["_compiled_call_impl"] = None
             if (inner := wrapped(module)) is not None:
                 vars(copy)["forward"] = self._copy(inner)
@@ -236,13 +287,14 @@ class Copier:
         return copy, fill
 
     def _function(self, function):
-        cells = tuple(CellType() for _ in function.__closure__)
-        copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-        copy.__kwdefaults__ = function.__kwdefaults__
+        closure = function.__closure__ or ()
+        cells = tuple(CellType() for _ in closure)
+        copy = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
 
         def fill():
+            copy.__defaults__, copy.__kwdefaults__ = self._copy(function.__defaults__), self._copy(function.__kwdefaults__)
             vars(copy).update(self._items(vars(function)))
-            for cell, original in zip(cells, function.__closure__, strict=True):
+            for cell, original in zip(cells, closure, strict=True):
                 try:
                     cell.cell_contents = self._copy(original.cell_contents)
                 except ValueError:  # there is nothing in it yet

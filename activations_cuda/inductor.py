@@ -297,6 +297,8 @@ def options(others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     Returns:
         ``others`` and the two passes, ``pre_grad_custom_pass`` and ``joint_custom_pre_pass``.
     """
+    if not isinstance(others, (Mapping, type(None))):
+        raise TypeError(f"inductor.options: expected a dict of options, got {type(others).__name__}")
     others = dict(others or {})
     if hasattr(config, "pre_grad_pass_timing"):
         others["pre_grad_pass_timing"] = "early"  # in every process, cached code or not: PyTorch is asked

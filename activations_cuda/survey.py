@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
-from types import SimpleNamespace
+from inspect import signature, unwrap
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,13 +30,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from activations_cuda import _C, functional
-from activations_cuda.copies import Copier, unwrapped
+from activations_cuda.copies import ATOMIC, Copier, unwrapped
 from activations_cuda.replacements import (
     CHECKPOINT,
     FUNCTIONS,
     MODULE_CALL,
     ORIGINAL_FUNCTIONS,
-    caller,
     calls_its_class,
     functions,
     is_patched,
@@ -136,9 +135,9 @@ def _named(func):
 class _Watch(TorchFunctionMode):
     """Records every call of an activation function, PyTorch's or this package's, and runs PyTorch's."""
 
-    def __init__(self, running):
+    def __init__(self, running, calls_from_forward):
         super().__init__()
-        self.running = running
+        self.running, self.calls_from_forward = running, calls_from_forward
         self.outputs = []
         self.names = {}
         for name in FUNCTIONS.values():
@@ -171,10 +170,10 @@ class _Watch(TorchFunctionMode):
 
     def _new_call(self, function, args, kwargs, is_ours):
         bits = _bits(function, args, kwargs)
-        module, frame = self.running(), caller(MODULE_CALL, CHECKPOINT)
+        module = self.running()
         if not is_ours:
             function = FUNCTIONS.get(original_of(type(module)), function)  # ReLU6 calls hardtanh
-        convertible = is_ours or (frame is not None and frame.f_code is MODULE_CALL and can_convert(module))
+        convertible = is_ours or (can_convert(module) and self.calls_from_forward(module))
         input = args[0] if args else kwargs["input"]
         return _Call(module, function, bits, input.dtype, convertible, is_ours)
 
@@ -189,6 +188,17 @@ def _drops_in_place(func, kwargs):
     """Whether it is a dropout in place, which writes to its input in training, though not in eval mode or with p=0."""
     name = getattr(func, "__name__", "")
     return "dropout" in name and (name.endswith("_") or kwargs.get("inplace", False))
+
+
+def calls_from_forward(module: nn.Module) -> bool:
+    """Whether it is its forward that calls here, not a hook of it, a module that it doesn't register, or a checkpoint."""
+    frame: FrameType | None = sys._getframe(1)
+    forward = getattr(unwrap(type(module).forward), "__code__", None)
+    while frame and frame.f_code not in (MODULE_CALL, CHECKPOINT):
+        if frame.f_code is forward:
+            forward = None
+        frame = frame.f_back
+    return frame is not None and frame.f_code is MODULE_CALL and frame.f_locals["self"] is module and forward is None
 
 
 def can_convert(module: nn.Module) -> bool:
@@ -206,7 +216,7 @@ def _bits(name, args, kwargs):
     input, *parameters = (value for key, value in arguments.arguments.items() if key != "inplace" and value is not None)
     if not isinstance(input, FakeTensor) and type(input) not in (Tensor, nn.Parameter):
         return None
-    if input.is_nested or input.layout is not torch.strided:
+    if input.is_nested or input.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(input):
         return None
     op = getattr(torch.ops.fastact, _C.family[name].packed_op)
     try:
@@ -249,7 +259,16 @@ def _clone(tensor):
         vars(new).update(vars(tensor))
     elif isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, tensor.requires_grad)
-    return new.requires_grad_(tensor.requires_grad)
+    return _with_gradient(new, tensor)
+
+
+def _with_gradient(new, tensor):
+    """As a leaf, or as what was computed and may be written to in place."""
+    new.requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf:
+        return new
+    with torch.enable_grad():
+        return new.clone()
 
 
 def _uncompiled():
@@ -270,9 +289,10 @@ def _fakes(device):
         with mode:
             # A DTensor's size is that of the whole: what is sharded is surveyed as it would be on one device.
             new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place)
-        return (nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new).requires_grad_(
-            tensor.requires_grad
-        )
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        vars(new).update((name, value) for name, value in vars(tensor).items() if type(value) in ATOMIC)
+        return _with_gradient(new, tensor)
 
     return fake, mode
 
@@ -330,8 +350,10 @@ def running_module(copier: Copier, model: nn.Module, names: Collection[nn.Module
         running.pop()
 
     for module in names:
-        copier(module).register_forward_pre_hook(partial(enter, module), prepend=True)
-        copier(module).register_forward_hook(leave, always_call=True)
+        copy = copier(module)
+        if copy is not module:  # as a scripted one
+            nn.Module.register_forward_pre_hook(copy, partial(enter, module), prepend=True)
+            nn.Module.register_forward_hook(copy, leave, always_call=True)
     with (
         _randomness_unchanged([*model.parameters(), *model.buffers()]),
         _uncompiled(),
@@ -374,7 +396,7 @@ class Survey:
         """Runs a copy's forward pass and records who saves what."""
         with ExitStack() as stack:
             running = stack.enter_context(running_module(copier, model, self.names))
-            watch = _Watch(running)
+            watch = _Watch(running, lambda module: calls_from_forward(copier(module)))
 
             def owner():
                 if watch.call is not None:

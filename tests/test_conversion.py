@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import itertools
 import pickle
@@ -10,12 +11,12 @@ import subprocess
 import sys
 import textwrap
 import weakref
-from abc import ABC
-from collections import Counter, OrderedDict, deque
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict, deque, namedtuple
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy
 import pytest
@@ -1352,3 +1353,149 @@ def test_recompute_without_inputs():
     model.forward = lambda x: x
     with pytest.raises(ValueError, match="expected a model that calls its class's forward"):
         activations_cuda.convert(model, recompute=True)
+
+
+class WithForward(ABC):
+    @abstractmethod
+    def forward(self, x):
+        raise NotImplementedError
+
+
+class Protocolled(Protocol):
+    def forward(self, x): ...
+
+
+@pytest.mark.parametrize("base", [WithForward, Generic[TypeVar("T")], Protocolled], ids=["ABC", "Generic", "Protocol"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_class_whose_first_base_is_no_module(base, recompute):
+    class First(base, nn.Module):
+        def __init__(self):
+            nn.Module.__init__(self)
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            return F.relu6(self.norm(x))
+
+    x = torch.randn(64, 8)
+    model = First()
+    activations_cuda.convert(model, x, recompute=recompute)
+    assert activations_cuda.converted(model) == {"First": 1}
+    assert_same_step(model, activations_cuda.revert(copy.deepcopy(model)), x)
+    assert type(activations_cuda.revert(model)) is First
+
+
+class CallsWhatIsNotItsOwn(nn.Module):
+    """Calls of an activation that no conversion of this module reaches."""
+
+    ways: ClassVar = {
+        "in a list": lambda module, y: module.listed[0](y),
+        "made there": lambda module, y: nn.ReLU6()(y),
+        "of the class": lambda module, y: module.of_class(y),
+        "mapped": lambda module, y: torch.vmap(F.relu6)(y),
+        "in a hook": lambda module, y: y,
+    }
+    of_class = nn.Hardtanh()
+
+    def __init__(self, way):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.way = way
+        self.listed = [nn.Hardtanh()]
+        if way == "in a hook":
+            self.register_forward_hook(relu6_of_output)
+
+    def forward(self, x):
+        return self.ways[self.way](self, self.norm(x))
+
+
+def relu6_of_output(module, args, output):
+    return F.relu6(output)
+
+
+@pytest.mark.parametrize("way", CallsWhatIsNotItsOwn.ways)
+def test_a_call_that_conversion_does_not_reach(way):
+    model, x = CallsWhatIsNotItsOwn(way), torch.randn(1024, 8)
+    report = activations_cuda.memory_report(model, x)
+    assert report.before == report.after and not any(decision.converted for decision in report.decisions)
+    with pytest.warns(UserWarning, match="nothing to convert"):
+        activations_cuda.convert(model, x)
+    assert not activations_cuda.converted(model)
+
+
+def test_a_list_that_a_derived_class_drops():
+    class Base(nn.Module):
+        keys: ClassVar = ["a"]
+
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return F.relu6(y) if self.keys is None else F.relu(y)
+
+    class Derived(Base):
+        keys = None
+
+    report = activations_cuda.memory_report(Derived(), torch.randn(64, 8))
+    assert [decision.function for decision in report.decisions] == ["relu6"]
+
+
+def test_a_parameters_own_attributes_are_there():
+    class Asks(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return F.relu6(y) if getattr(self.weight, "is_six", False) else y.relu()
+
+    model = Asks(8, 8)
+    model.weight.is_six = True
+    assert [each.function for each in activations_cuda.memory_report(model, torch.randn(64, 8)).decisions] == ["relu6"]
+
+
+def test_a_named_tuple_is_one_argument():
+    Batch = namedtuple("Batch", "x")
+
+    class Takes(ByFunctional):
+        def forward(self, batch, flag=None):
+            return super().forward(batch.x)
+
+    assert activations_cuda.memory_report(Takes(), Batch(torch.randn(2, 3, 16, 16))).before > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda net: activations_cuda.convert(net, classes="ReLU6"), ValueError, "expected classes .*, got ReLU6"),
+        (lambda net: activations_cuda.convert(net, classes=3), ValueError, "expected classes .*, got 3"),
+        (lambda net: activations_cuda.ConvertMode("relu"), ValueError, "ConvertMode: expected classes .*, got relu"),
+        (lambda net: activations_cuda.recompute(len), TypeError, r"got builtin_function_or_method: .*@recompute\(\)"),
+        (lambda net: activations_cuda.convert(nn.ModuleList([net]), recompute=True), ValueError, "whose class has a forward"),
+        (
+            lambda net: activations_cuda.convert(torch.fx.symbolic_trace(net), recompute=True),
+            ValueError,
+            "whose class has a forward",
+        ),
+        (
+            lambda net: activations_cuda.hardtanh(torch.ones(2), "a"),
+            TypeError,
+            "hardtanh: expected a number as parameter, got str",
+        ),
+        (lambda net: activations_cuda.threshold(torch.ones(2), None, 0), TypeError, "threshold: expected a number .* NoneType"),
+    ],
+)
+def test_errors_say_what_was_expected(call, error, message):
+    with pytest.raises(error, match=message):
+        call(nn.Sequential(nn.ReLU6()))
+
+
+def test_no_classes_are_none():
+    model = nn.Sequential(nn.ReLU6())
+    activations_cuda.convert(model, classes=[])
+    assert not activations_cuda.converted(model)
+
+
+def test_signature_of_a_converted_forward():
+    model = ByFunctional()
+    expected = inspect.getfullargspec(model.forward), inspect.signature(model.forward)
+    activations_cuda.convert(model, torch.randn(2, 3, 16, 16), recompute=True)
+    assert (inspect.getfullargspec(model.forward), inspect.signature(model.forward)) == expected

@@ -311,7 +311,9 @@ def test_what_has_other_readers_is_read_or_computed_once():
 def test_a_program_that_gives_other_bits_is_not_used(monkeypatch):
     """What is wrong with a program shows at its first use, and the formula computes it."""
     x = torch.randn(64, 64, requires_grad=True)
-    monkeypatch.setattr(programs, "PROGRAMS", programs.PROGRAMS | {torch.relu: (programs._instruction("clamp", 0.25, math.inf),)})
+    monkeypatch.setattr(
+        programs, "PROGRAMS", programs.PROGRAMS | {torch.relu: (programs._instruction("clamp", 0.25, math.inf),)}
+    )
     set_programs(programs.PROGRAMS)
     try:
         _C.recipes.forget_chosen()

@@ -79,6 +79,18 @@ def test_a_traced_model_runs_elsewhere(device, tmp_path):
     assert_same_values(torch.load(tmp_path / "y.pt"), converted(x).detach())
 
 
+def test_a_traced_forward_that_calls_functions(device):
+    """Traced, and checked by another trace without gradients."""
+
+    class Net(nn.Sequential):
+        def forward(self, x):
+            return nn.functional.relu6(super().forward(x))
+
+    model, x = Net(nn.Linear(8, 8)).to(device), torch.randn(4, 8, device=device)
+    activations_cuda.convert(model, x, recompute=True)
+    assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+
+
 def test_onnx_export_by_torchscript(device, tmp_path):
     """Which knows no Threshold."""
     onnx = pytest.importorskip("onnx")

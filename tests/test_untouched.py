@@ -5,7 +5,10 @@ import functools
 import gc
 import importlib
 import io
+import itertools
+import logging
 import pickle
+import random
 import subprocess
 import sys
 import textwrap
@@ -505,3 +508,155 @@ def test_symbolic_traces_hold_pytorchs_ops():
     model = activations_cuda.convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), Calls()), torch.randn(ROWS))
     traced = torch.fx.symbolic_trace(model[2])
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [F.relu6]
+
+
+class Act(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return F.relu6(self.norm(x))
+
+
+class Writes(Act):
+    """Whose forward writes to something that it has, made and read by two functions."""
+
+    makes: ClassVar = {
+        "list's method": (lambda m: setattr(m, "has", [].append), lambda m, x: m.has(x), lambda m: m.has.__self__),
+        "array": (lambda m: setattr(m, "has", bytearray(1)), lambda m, x: m.has.append(1), lambda m: m.has),
+        "iterator": (lambda m: setattr(m, "has", itertools.count()), lambda m, x: next(m.has), lambda m: repr(m.has)),
+        "random": (lambda m: setattr(m, "has", Dice(0)), lambda m, x: m.has.random(), lambda m: m.has.getstate()),
+        "cache": (
+            lambda m: setattr(m, "has", functools.lru_cache(m.double)),
+            lambda m, x: m.has(2),
+            lambda m: m.has.cache_info().misses,
+        ),
+        "weak method": (
+            lambda m: setattr(m, "has", weakref.WeakMethod(m.note)),
+            lambda m, x: m.has()(x),
+            lambda m: vars(m).get("noted"),
+        ),
+        "weak keys": (
+            lambda m: setattr(m, "has", weakref.WeakKeyDictionary({m.norm: []})),
+            lambda m, x: m.has[m.norm].append(x),
+            lambda m: m.has[m.norm],
+        ),
+        "keys": (
+            lambda m: setattr(m, "has", {(m.norm, "a"): []}),
+            lambda m, x: m.has[m.norm, "a"].append(x),
+            lambda m: m.has[m.norm, "a"],
+        ),
+        "default": (
+            lambda m: setattr(m, "has", lambda x, seen=[]: seen.append(x)),
+            lambda m, x: m.has(x),
+            lambda m: m.has.__defaults__[0],
+        ),
+        "tensor of the class": (lambda m: None, lambda m, x: m.of_class.add_(1), lambda m: m.of_class.item()),
+        "slot": (lambda m: setattr(m, "slot", []), lambda m, x: m.slot.append(x), lambda m: m.slot),
+    }
+    of_class = torch.zeros(1)
+    __slots__ = ("slot",)
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.makes[kind][0](self)
+
+    def double(self, x):
+        return 2 * x
+
+    def note(self, x):
+        self.noted = x
+
+    def forward(self, x):
+        self.makes[self.kind][1](self, x)
+        return super().forward(x)
+
+
+class Dice(random.Random):
+    """Somebody's own generator."""
+
+
+@pytest.mark.parametrize("kind", Writes.makes)
+def test_what_a_forward_writes_to(kind):
+    module = Writes(kind)
+    read = Writes.makes[kind][2]
+    before = copy.copy(read(module))
+    activations_cuda.convert(module, torch.randn(ROWS))
+    assert activations_cuda.converted(module) == {"Writes": 1}
+    assert read(module) == before
+
+
+def test_inputs_that_are_written_to():
+    """They were computed, so the model may."""
+    back, head = nn.Linear(8, 8), nn.Sequential(nn.ReLU6(inplace=True), nn.Linear(8, 8))
+    activations_cuda.convert(head, back(torch.randn(ROWS)))
+    most = torch.randn(ROWS).max(0)
+    before = most.values.clone()
+
+    class Adds(Act):
+        def forward(self, most):
+            most.values.add_(1)
+            return super().forward(most.values)
+
+    activations_cuda.convert(Adds(), (most,))
+    assert torch.equal(most.values, before)
+
+
+def test_a_scripted_part_and_hooks_of_its_own():
+    class Hooked(Act):
+        def register_forward_pre_hook(self, hook):
+            raise NotImplementedError
+
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.LayerNorm(8), nn.ReLU6(), Hooked())
+    activations_cuda.convert(model, torch.randn(ROWS))
+    assert activations_cuda.converted(model) == {"ReLU6": 1, "Hooked": 1}
+
+
+def test_a_module_that_cannot_be_copied():
+    class Both(nn.Module, dict):
+        __hash__ = nn.Module.__hash__
+
+    model = nn.Sequential(Both())
+    with pytest.raises(TypeError, match="expected a model that can be copied, got Both in it"):
+        activations_cuda.convert(model, torch.randn(ROWS))
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+
+
+def prints(module, args, output):
+    print("called")
+
+
+def imports(module, args, output):
+    import logging
+
+    logging.getLogger().seen = output
+
+
+@pytest.mark.parametrize("hook", [prints, imports])
+def test_hooks_that_do_more_than_compute_are_not_called(hook, capsys):
+    model = Act()
+    model.register_forward_hook(hook)
+    activations_cuda.convert(model, torch.randn(ROWS))
+    assert not capsys.readouterr().out and not hasattr(logging.getLogger(), "seen")
+
+
+def test_two_models_with_one_activation_in_any_order():
+    act = nn.ReLU6()
+    one, other = nn.Sequential(nn.LayerNorm(8), act), nn.Sequential(nn.LayerNorm(8), act)
+    x = torch.randn(ROWS)
+    activations_cuda.convert(one, x)
+    activations_cuda.convert(other, x)
+    activations_cuda.revert(one)
+    assert not activations_cuda.converted(one) and activations_cuda.converted(other) and one[1] is act
+    activations_cuda.revert(other)
+    assert other[1] is act and type(act) is nn.ReLU6
+
+
+def test_a_class_that_was_derived_from_a_converted_one():
+    model = nn.Sequential(nn.Linear(8, 8), Act())
+    activations_cuda.convert(model, torch.randn(ROWS))
+    model[1].__class__ = type("Sharded", (type(model[1]),), {})
+    with pytest.warns(UserWarning, match="revert: 1: of a class that was derived since from the converted one"):
+        activations_cuda.revert(model)

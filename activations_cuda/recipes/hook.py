@@ -67,7 +67,7 @@ class Hook:
 
     @property
     def model(self) -> nn.Module | None:
-        return self._model and self._model()
+        return None if self._model is None else self._model()
 
     @property
     def pack(self) -> Any:
@@ -76,12 +76,7 @@ class Hook:
     def norm(self, weight: Any) -> nn.Module | None:
         """The model's module that has this weight."""
         model = self.model
-        if (
-            model is None
-            or sharding()[0]
-            or not isinstance(weight, _C.recipes.Value)
-            or not isinstance(weight.held, Tensor)
-        ):
+        if model is None or sharding()[0] or not isinstance(weight, _C.recipes.Value) or not isinstance(weight.held, Tensor):
             return None
         if self._norms is None:
             self._norms = {}

@@ -1,4 +1,4 @@
-"""Which formulas this package's kernel computes, those of a chain of recipes in one pass: by instructions (csrc/recipes/program.h).
+"""Which formulas this package's kernel computes, a chain of recipes in one pass, as a program (csrc/recipes/program.h).
 
 A formula without a program, on another device or of another dtype, is computed by itself. No program is taken on trust either
 (:mod:`.verification`).

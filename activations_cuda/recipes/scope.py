@@ -59,7 +59,8 @@ class recompute:
         if not IS_AVAILABLE:
             raise RuntimeError(f"recompute: expected torch 2.11 or newer, got {torch.__version__}")
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}")
+            hint = ": as a decorator it is called, @recompute()" if callable(model) else ""
+            raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}{hint}")
         self.model, self.check, self.convolutions = model, check, convolutions
 
     def _hook(self, outer):

@@ -76,6 +76,9 @@ struct Functions {
             ": expected a number as parameter, got a tensor of shape ", tensor.sizes(),
             tensor.requires_grad() ? " that requires grad" : "");
       }
+      TORCH_CHECK_TYPE(
+          PyNumber_Check(argument), function_name<Op, inplace>(), ": expected a number as parameter, got ",
+          Py_TYPE(argument)->tp_name);
       return THPUtils_unpackDouble(argument);
     }
 
