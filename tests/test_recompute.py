@@ -1264,7 +1264,7 @@ NORMS = {
 @pytest.mark.parametrize("first", [0.0, 1.0, math.nan])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_first_batch_that_proves_nothing(norm, first, dtype, device):
+def test_a_first_batch_that_proves_nothing(norm, first, dtype, device, deterministic):
     """Of zeros, or of NaN, many formulas give the same."""
     torch.manual_seed(0)
     net = nn.Sequential(NORMS[norm](), nn.ReLU(), nn.Conv2d(8, 4, 1)).to(device, dtype)
