@@ -50,10 +50,8 @@ py::object or_underivable(py::object value) {
   return value;
 }
 
-}  // namespace
-
-void add_recipes(py::module_& module) {
-  add_value_type(module);
+// To set up, in recipes/hook.py and scope.py.
+void add_settings(py::module_& module) {
   module.def("set_up", [](const py::kwargs& given) {
     const auto formula = [&](const char* name) { return py::object(given[name]); };
     set_formulas(
@@ -61,11 +59,17 @@ void add_recipes(py::module_& module) {
          formula("unpack_mask")});
     set_callbacks(given);
   });
+  module.def("set_programs", &set_programs);
   module.def("set_smallest", &set_smallest);
   module.def("set_sharding", [](bool is_there, bool may_be_flat) { set_sharding({is_there, may_be_flat}); });
+  module.def("sequence_number", &at::sequence_number::peek);
   module.def("pack_hook", &pack_hook);
   module.attr("unpack") = unpack_hook();
   module.attr("IS_AVAILABLE") = bool(FASTACT_RECOMPUTE);
+}
+
+// For rules that are functions, by way of recipes/step.py.
+void add_step(py::module_& module) {
   module.def("operand", [](py::handle hook, py::handle node, size_t i, py::handle name, int depth) {
     const NodePointer pointer = node_behind(node);
     Step step(hook, pointer, 0, nullptr, depth);
@@ -82,16 +86,22 @@ void add_recipes(py::module_& module) {
   module.def("narrow", [](py::handle hook, py::handle node, const py::object& value, py::handle dtype) {
     narrow(hook, node_behind(node), value, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
   });
-  module.def("packed_masks", &packed_masks);
+}
+
+// For recipes/verification.py.
+void add_verification(py::module_& module) {
   module.def("choose", [](int64_t configuration, const py::object& formula, bool fuses) {
     chosen()[configuration] = {formula, fuses};
   });
-  module.def("sequence_number", &at::sequence_number::peek);
-  module.def("set_programs", &set_programs);
-  module.attr("opcodes") = opcodes();
   module.def("recipe", &recipe_like);
   module.def(
       "fused", [](const py::object& recipe) { return wrapped_or_none(compute_fused(value_of(recipe), /*is_alone=*/true)); });
+}
+
+// What tests alone look at.
+void add_for_tests(py::module_& module) {
+  module.attr("opcodes") = opcodes();
+  module.def("packed_masks", &packed_masks);
   module.def("gradient", [](const py::object& recipe, py::handle grad, const std::string& opcode) {
     return wrapped_or_none(compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), opcode.c_str()));
   });
@@ -107,6 +117,16 @@ void add_recipes(py::module_& module) {
     return result;
   });
   module.def("forget_chosen", [] { chosen().clear(); });
+}
+
+}  // namespace
+
+void add_recipes(py::module_& module) {
+  add_value_type(module);
+  add_settings(module);
+  add_step(module);
+  add_verification(module);
+  add_for_tests(module);
 }
 
 }  // namespace fastact::recipes
