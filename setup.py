@@ -204,7 +204,7 @@ class BuildWithRecord(BuildExtension):
 
 
 # -ffp-contract=off, -fmad=false: the formulas mean what they say, alpha * x + beta has two roundings on every machine.
-# -fno-trapping-math: without it the compiler vectorises no conversion from half.
+# -fno-trapping-math: without it the compiler vectorizes no conversion from half.
 # -falign-loops: where a loop begins is a matter of luck otherwise (backward of 2^22 float16 elements: 5 to 28%).
 # -fopenmp: at::parallel_for, a template, is serial without it. It is not given to the linker, so that the calls meet the OpenMP
 # library that torch has loaded, with torch's threads, and not a second one. clang's calls are another library's, LLVM's.

@@ -3,7 +3,7 @@
 On a plain CPU or CUDA tensor each returns PyTorch's result to the bit. The piecewise-linear ones do so in float64, float32,
 float16 and bfloat16 and save one bit per element for backward, in place too. ``gelu``, ``hardswish``, ``mish`` and ``silu``
 do so in bfloat16 and float16 and save their output, which the next layer usually saves too, and a few bits per element. For
-any other dtype PyTorch's op is called. Under torch.compile each is a handful of ATen ops that fuse with their neighbours, and
+any other dtype PyTorch's op is called. Under torch.compile each is a handful of ATen ops that fuse with their neighbors, and
 a value's last bit may differ.
 
 Common to all: the input is a tensor of any shape and strides. With ``inplace=True`` it is written to and returned, and no clone

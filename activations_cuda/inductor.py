@@ -1,6 +1,6 @@
 """Packed activations in compiled graphs, where they stand alone: a pass for Inductor.
 
-Under torch.compile an activation is a handful of ATen ops, which Inductor fuses with their neighbours. Between two matrix
+Under torch.compile an activation is a handful of ATen ops, which Inductor fuses with their neighbors. Between two matrix
 products there is nothing to fuse with, and the kernels that save one bit per element take less time and memory. Those of the
 smooth activations in bfloat16 and float16 save the output, which the second product saves anyway, and a code, and Inductor
 would save the input too::
@@ -9,7 +9,7 @@ would save the input too::
 
     step = torch.compile(model, options=inductor.options())
 
-An activation of this package stays packed where Inductor gives each of its neighbours, forward and backward, a kernel of its
+An activation of this package stays packed where Inductor gives each of its neighbors, forward and backward, a kernel of its
 own. Everywhere else the graph is what it is without the pass. Needs torch 2.7 or newer.
 """
 
@@ -223,7 +223,7 @@ def backward_of(graph):
 
 
 def stands_alone(packed, uses, backward):
-    """Whether each neighbour of an activation, and of the `uses` of its mask or code, has a kernel of its own."""
+    """Whether each neighbor of an activation, and of the `uses` of its mask or code, has a kernel of its own."""
     if not uses or config.max_autotune or config.max_autotune_gemm:
         return False  # nobody needs the mask; Inductor may write the kernels around it itself
     input = source(packed.args[0])

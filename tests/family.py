@@ -216,7 +216,7 @@ def bits(x):
     return x.view(BITS[x.element_size()])
 
 
-def neighbours(values):
+def neighbors(values):
     """The values, and for each the next ones below and above in its dtype."""
     around = [values, *((bits(values) + step).view(values.dtype) for step in (-1, 1))]
     return torch.cat([x[~x.isnan()] for x in around])
@@ -228,7 +228,7 @@ def special_values(row, dtype):
     points = [*row.breakpoints, finfo.tiny, smallest, finfo.max, finfo.eps, 1.0, 2.0]
     values = torch.tensor([p for p in points if p != 0 and abs(p) != float("inf")], dtype=torch.float64).to(dtype)
     extremes = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0], dtype=dtype)
-    return torch.cat([neighbours(torch.cat([values, -values])), extremes])
+    return torch.cat([neighbors(torch.cat([values, -values])), extremes])
 
 
 def sample(row, numel, dtype, device="cpu", seed=0):

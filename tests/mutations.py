@@ -129,7 +129,7 @@ ON = {
         Mutant("a walk in steps of one", CPU_BACKWARD, "grad[offset + k * walk.grad[0]]", "grad[offset + k]"),
         Mutant("the last block is left out", LAUNCH, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
         Mutant("a thread begins one late", LAUNCH, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),
-        Mutant("an input of its neighbour's number", CPU_LOOKUP, "of_group.get(i)", "of_group.get(0)"),
+        Mutant("an input of its neighbor's number", CPU_LOOKUP, "of_group.get(i)", "of_group.get(0)"),
         Mutant("the tail is not decoded", CPU_LOOKUP, "i < n; ++i) {\n        x[", "i + 1 < n; ++i) {\n        x["),
         Mutant("hardsigmoid: a sixth as on CUDA", ACTIVATIONS, "return x / T(6);", "return x * T(1.0f / 6.0f);"),
     ],

@@ -1,4 +1,4 @@
-"""torch.compile traces through the ops: they fuse with their neighbours and save what PyTorch's own op saves."""
+"""torch.compile traces through the ops: they fuse with their neighbors and save what PyTorch's own op saves."""
 
 import math
 import os
@@ -38,8 +38,8 @@ def assert_fused(codes, device):
         assert kernels(code, device) == 1, code
 
 
-def neighbourhood(row, inplace=False):
-    """The op between two pointwise neighbours."""
+def neighborhood(row, inplace=False):
+    """The op between two pointwise neighbors."""
     op = row.inplace if inplace else row.op
     return lambda x: op(x * 0.9, *row.parameters) + 1
 
@@ -53,7 +53,7 @@ def close(actual, expected):
 @pytest.mark.parametrize("row", FAMILY, ids=str)
 def test_training_fuses(row, inplace, device):
     x = sample(row, 4096, torch.float32, device).nan_to_num(0.1).view(64, 64).requires_grad_()
-    function = neighbourhood(row, inplace)
+    function = neighborhood(row, inplace)
 
     def step(f):
         y = f(x)
@@ -71,7 +71,7 @@ def test_training_fuses(row, inplace, device):
 @pytest.mark.parametrize("row", FAMILY, ids=str)
 def test_inference_fuses(row, mode, device):
     x = sample(row, 4096, torch.float32, device).nan_to_num(0.1)
-    function = neighbourhood(row)
+    function = neighborhood(row)
     with mode():
         y, codes = run_and_get_code(torch.compile(function, fullgraph=True), x)
         assert len(codes) == 1
@@ -81,7 +81,7 @@ def test_inference_fuses(row, mode, device):
 
 @pytest.mark.parametrize("row", A_FEW, ids=str)
 def test_dynamic_shapes_compile_once(row, device):
-    function = neighbourhood(row)
+    function = neighborhood(row)
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for numel in (64, 96, 1000):

@@ -140,7 +140,7 @@ def test_a_slope_of_zero_is_no_multiplication(device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("row", FAMILY, ids=str)
 def test_subnormals_that_the_process_flushes(row, dtype, device):
-    """On the CPU. In bfloat16, PyTorch's vectorised loops flush them and the rest at their end doesn't."""
+    """On the CPU. In bfloat16, PyTorch's vectorized loops flush them and the rest at their end doesn't."""
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
     sign = torch.iinfo(bits).min
     some = torch.arange(64, dtype=bits)

@@ -202,7 +202,7 @@ def test_leaves_what_the_kernels_do_not_take(device):
     assert not any("fastact" in code for code in codes)
 
 
-def test_composite_between_convolutions_and_normalisation(device):
+def test_composite_between_convolutions_and_normalization(device):
     row = A_FEW[0]
     expected = costs(between_convolutions, row, torch.float32, device)
     with config.patch(inductor.options()):

@@ -1,4 +1,4 @@
-"""Normalisations: their outputs from the statistics that they save. Each formula repeats, to the bit, what some kernel of
+"""Normalizations: their outputs from the statistics that they save. Each formula repeats, to the bit, what some kernel of
 PyTorch's does; which one depends on device, layout and sizes.
 
 x is the input, w the weight, b the bias; statistics are float32 for half types. A product and a sum are contracted (`_fma`)
@@ -35,9 +35,9 @@ def _along_channels(x, *tensors):
 
 
 def _closest(x, mean, rstd):
-    """Of each column the normalised element that is closest to 0."""
-    normalised = (x.double() - mean.double()) * rstd.double()
-    return normalised.gather(0, normalised.abs().argmin(0, keepdim=True))[0]
+    """Of each column the normalized element that is closest to 0."""
+    normalized = (x.double() - mean.double()) * rstd.double()
+    return normalized.gather(0, normalized.abs().argmin(0, keepdim=True))[0]
 
 
 SAMPLES, ROWS = 8, 512  # that it is looked for in
@@ -122,8 +122,8 @@ def _batch_norm_elementwise(x, w, b, mean, invstd, eps):
 def _batch_norm_scaled(x, w, b, mean, invstd, eps):
     """cuDNN's, channels-last and for many shapes."""
     X, w, b, mean, invstd = _wide(x, *_along_channels(x, w, b, mean, invstd))
-    centred = X - mean
-    return torch.addcmul(b, centred, w * invstd, out=centred).to(x.dtype)
+    centered = X - mean
+    return torch.addcmul(b, centered, w * invstd, out=centered).to(x.dtype)
 
 
 def _batch_norm_whole(x, w, b, mean, invstd, eps):
@@ -215,7 +215,7 @@ def _group_norm_in_two(x, w, b, mean, rstd, n, c, hw, groups, *_):
     return _into(X, x, torch.addcmul, shift, X, scale).to(x.dtype)
 
 
-def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups, *_):
+def _group_norm_centered(x, w, b, mean, rstd, n, c, hw, groups, *_):
     X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
     y = (X - mean).mul_(rstd)
     if w is not None:
@@ -224,7 +224,7 @@ def _group_norm_centred(x, w, b, mean, rstd, n, c, hw, groups, *_):
 
 
 _GROUP_NORM = Candidates(
-    (_group_norm_whole, _group_norm_in_two, _group_norm_affine, _group_norm_centred), _group_norm_op, _closest_of_channels
+    (_group_norm_whole, _group_norm_in_two, _group_norm_affine, _group_norm_centered), _group_norm_op, _closest_of_channels
 )
 # Not saved from torch 2.15 on.
 _SAVES_EPS = hasattr(getattr(torch._C._functions, "NativeGroupNormBackward0", None), "_saved_eps")

@@ -50,7 +50,7 @@ PROGRAMS: dict[Callable[..., Tensor], tuple[Instruction, ...]] = {
     norms._batch_norm_affine: _norm("affine_norm", "channels", "channels"),
     norms._group_norm_in_two: _norm("group_norm", "groups", "channels"),
     norms._group_norm_affine: _norm("affine_norm", "groups", "channels"),
-    norms._group_norm_centred: _norm("layer_norm", "groups", "channels"),
+    norms._group_norm_centered: _norm("layer_norm", "groups", "channels"),
     norms._layer_norm_affine: _norm("layer_norm", "broadcast", "broadcast"),
     norms._rms_norm: (_instruction("multiply", _operand(3)), _instruction("multiply", _operand(1, default=1.0))),
     torch.relu: _RELU,

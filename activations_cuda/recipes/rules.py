@@ -226,7 +226,7 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "ThresholdBackward0": threshold,
     "RreluWithNoiseBackward0": rrelu,
     "GluBackward0": op(F.glu, "dim"),
-    # normalisations
+    # normalizations
     "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "eps"),
     "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, norms.cudnn_batch_norm, "epsilon"),
     "MiopenBatchNormBackward0": norms.batch_norm(norms.MIOPEN, norms.miopen_batch_norm, "epsilon"),

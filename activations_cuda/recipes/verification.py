@@ -77,7 +77,7 @@ class Candidates:
 
 
 def _random_like(tensor, generator):
-    """Of the same strides, in memory that is as aligned. The numbers aren't centred, or some differences wouldn't show."""
+    """Of the same strides, in memory that is as aligned. The numbers aren't centered, or some differences wouldn't show."""
     offset = tensor.storage_offset() % 16
     size = 1 + offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     numbers = tensor.new_empty(max(0, size)).normal_(mean=1.0, generator=generator)

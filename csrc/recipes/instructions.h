@@ -34,7 +34,7 @@ FASTACT_HOST_DEVICE inline float fma(float a, float b, float c) {
 #endif
 }
 
-// The normalisations have the references mean, 1/std, weight and bias. Each repeats some kernels of PyTorch's, with the
+// The normalizations have the references mean, 1/std, weight and bias. Each repeats some kernels of PyTorch's, with the
 // products and sums that compilers contract there.
 template <Opcode opcode>
 FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {

@@ -69,7 +69,7 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
   return value_of(value).depth < kMaxDepth ? view_of(value, tensor, base) : py::object();
 }
 
-// As factories make it: no subclass, not sparse, quantised, nested, conjugate or batched.
+// As factories make it: no subclass, not sparse, quantized, nested, conjugate or batched.
 bool is_plain(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   static auto& keys = *new std::unordered_map<int, c10::DispatchKeySet>();
   const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));

@@ -1,4 +1,4 @@
-// What forward and backward do with a block of elements: plain loops, vectorised by the compiler for each instruction set and
+// What forward and backward do with a block of elements: plain loops, vectorized by the compiler for each instruction set and
 // chosen when the library is loaded.
 #pragma once
 
@@ -20,7 +20,7 @@
 #define FASTACT_CLONES
 #endif
 
-// Each loop touches one element a turn, so it may be vectorised even where input and output are the same memory.
+// Each loop touches one element a turn, so it may be vectorized even where input and output are the same memory.
 #if defined(__GNUC__) && !defined(__clang__)
 #define FASTACT_VECTORIZE _Pragma("GCC ivdep")
 #else

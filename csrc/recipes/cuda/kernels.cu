@@ -585,7 +585,7 @@ using Add = InstructionOf<Opcode::add, layout, number>;
 template <Layout layout>
 using Multiply = InstructionOf<Opcode::multiply, layout>;
 
-// A normalisation, and what follows it: nothing, an activation or its gradient, a gate, a residual, or another normalisation of
+// A normalization, and what follows it: nothing, an activation or its gradient, a gate, a residual, or another normalization of
 // the same kind as one.
 template <class T, int n, class Norm>
 bool start_norm_of_columns(Launch& launch, cudaStream_t stream) {
