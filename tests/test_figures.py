@@ -209,7 +209,7 @@ def test_figures_of_recompute():
 
 @FROM_SOURCE
 def test_figures_of_what_is_saved():
-    rows = json.loads((RESULTS / "nvidia-h200-saved.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-saved.json").read_text())["rows"]
     expected = [f"| {row['model']} | {row['gib']:.2f} | {changes(row, 'converted', 'recipes', 'both')} |" for row in rows]
     page = read("docs/one-bit.md")
     assert re.findall(r"^\| .+% \|$", page, re.MULTILINE) == expected
