@@ -49,7 +49,7 @@ class Candidates:
     ) -> tuple[Formula, bool] | tuple[None, None]:
         """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
         generator = torch.Generator(input.device).manual_seed(0)
-        input = _random_like(input, generator)
+        input = input if _tells(input) else _random_like(input, generator)
         choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
         count = sum(isinstance(each, Tensor) for each in others)
         arguments = others[count:]
@@ -57,8 +57,8 @@ class Candidates:
         enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
         product: Any = None
         if bias is not None:
-            _, *statistics = self.op(input, weight, bias, *arguments)
-            product = self.closest(input, *statistics[:count], *arguments)
+            statistics = self.op(input, weight, bias, *arguments)[1 : 1 + count]
+            product = self.closest(input, *statistics, *arguments)
         for trial in range(max(enough, min(MAX_TRIALS_TO_DECIDE, MAX_ELEMENTS_TRIED // size))):
             if trial >= enough and sum(fuses for _, fuses in choices) < 2:  # PyTorch's own op, which fits, has no program
                 break
