@@ -1284,6 +1284,19 @@ def test_a_first_batch_that_proves_nothing(norm, first, dtype, device, determini
     same_with_scope(run)
 
 
+def test_zeros_prove_no_rule(monkeypatch):
+    """Nor does NaN: a wrong one is found out as soon as there are other numbers."""
+    monkeypatch.setitem(RULES, "NegBackward0", op(lambda input: input * -1.5, operands=(None,)))
+    _C.recipes.forget_chosen()
+    w = torch.ones(64, requires_grad=True)
+    for x in torch.zeros(64), torch.full((64,), math.nan), torch.randn(64):
+        with recompute():
+            loss = (-x.clone().requires_grad_() * w).sum()
+        (grad,) = torch.autograd.grad(loss, w)
+        assert_same(grad, -x)
+    _C.recipes.forget_chosen()
+
+
 @pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, torch.exp], ids=lambda function: function.__name__)
 def test_zeros_at_first_prove_no_function(function):
     """The CPU computes these otherwise in vectors than one by one, so that layouts count that nobody saves."""
