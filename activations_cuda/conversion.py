@@ -198,7 +198,7 @@ def convert(
             root = unwrapped(model)
             set_class(root, class_for(root, names.get(root, frozenset()), recomputes=True))
             lines.append("the rest is recomputed")
-    except TypeError:  # of a class that none can take the place of
+    except Exception:  # of a class that none can take the place of
         revert_all(model)
         raise
     if are_candidates and not names and not recompute:

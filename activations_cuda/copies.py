@@ -130,12 +130,13 @@ def _containers_of(kind):
 
 
 def _has_values(function):
-    """Whether a function has more than its code: variables of others, or defaults, that it may write to."""
-    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
+    """Whether a function has what it may write to: variables of others, or defaults."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return bool(function.__closure__) or any(type(each) not in ATOMIC for each in defaults)
 
 
 def _is_hashed_by_identity(key):
-    """Whether so is a key, or all in it that isn't atomic."""
+    """Whether a key is, or everything in it that isn't atomic."""
     if type(key) is tuple:
         return any(map(_is_hashed_by_identity, key)) and all(
             type(each) in ATOMIC or _is_hashed_by_identity(each) for each in key

@@ -188,8 +188,13 @@ def _converted_class(original, names, recomputes):
     for kind in type.__subclasses__(original):
         if (vars(kind).get("_fastact_names"), vars(kind).get("_fastact_recomputes")) == (names, recomputes):
             return kind
+    if hasattr(original, "_fastact_class"):
+        raise TypeError(
+            f"convert: expected a class that isn't derived from a converted one, got {original.__name__}: convert once, before "
+            "fully_shard and whatever else derives classes"
+        )
     forward = functools.update_wrapper(types.FunctionType(FORWARD, globals(), "forward"), original.forward, updated=())
-    with suppress(TypeError, ValueError):  # for what doesn't look behind a wrapper
+    with suppress(Exception):  # for what doesn't look behind a wrapper
         forward.__signature__ = signature(original.forward)
     kind = subclass(
         original,

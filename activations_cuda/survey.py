@@ -263,7 +263,7 @@ def _clone(tensor):
 
 
 def _with_gradient(new, tensor):
-    """As a leaf, or as what was computed and may be written to in place."""
+    """As a leaf, or as the result of an op, which may be written to in place."""
     new.requires_grad_(tensor.requires_grad)
     if tensor.is_leaf:
         return new
@@ -291,8 +291,9 @@ def _fakes(device):
             new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place)
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, tensor.requires_grad)
+        new = _with_gradient(new, tensor)
         vars(new).update((name, value) for name, value in vars(tensor).items() if type(value) in ATOMIC)
-        return _with_gradient(new, tensor)
+        return new
 
     return fake, mode
 

@@ -244,7 +244,7 @@ RECOMPUTE = [
     Mutant("no verification", RECIPES + "hook.py", "if untried and not verify(recipe, untried, tensor):", "if False:"),
     Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
     Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
-    Mutant("trials with zeros", RECIPES + "verification.py", "input if _tells(input) else", "input if True else"),
+    Mutant("trials with zeros", RECIPES + "verification.py", "_random_like(input, generator), weight", "input, weight"),
     Mutant("zeros prove a formula", RECIPES + "verification.py", "tells = _tells(tensor)", "tells = True"),
     Mutant(
         "an assumption proved by another",
@@ -252,7 +252,7 @@ RECOMPUTE = [
         "if (value.first && !value_of(value.first).is_assumed)",
         "if (value.first)",
     ),
-    Mutant("what an earlier scope computed", OPERANDS, "parameter._version() > 0 && !assumes(hook) &&", "false &&"),
+    Mutant("what an earlier scope computed", OPERANDS, " || is_older_than_scope(step, *edge.function)", ""),
     Mutant("a layout that nobody knows", DERIVATION, "if (varies && std::any_of(", "if (false && std::any_of("),
     Mutant("other bits of a program", RECIPES + "verification.py", "each.fuses = False", "each.fuses = True"),
     Mutant("shift contracted as in affine", INSTRUCTIONS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),

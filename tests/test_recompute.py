@@ -1261,7 +1261,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("first", [0.0, 1.0, math.nan])
+@pytest.mark.parametrize("first", [0.0, 1.0, math.nan, "rows"])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_first_batch_that_proves_nothing(norm, first, dtype, device, deterministic):
@@ -1270,7 +1270,8 @@ def test_a_first_batch_that_proves_nothing(norm, first, dtype, device, determini
     net = nn.Sequential(NORMS[norm](), nn.ReLU(), nn.Conv2d(8, 4, 1)).to(device, dtype)
     for parameter in net.parameters():
         nn.init.normal_(parameter)
-    batches = [torch.full((4, 8, 9, 9), first), *torch.randn(2, 4, 8, 9, 9)]
+    rows = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 8, 9, 9)  # each of one number
+    batches = [rows if first == "rows" else torch.full((4, 8, 9, 9), first), *torch.randn(2, 4, 8, 9, 9)]
     _C.recipes.forget_chosen()
 
     def run(scope):
@@ -1371,6 +1372,59 @@ def test_what_an_earlier_scope_computed():
         return result
 
     same_with_scope(run)
+
+
+def test_what_an_earlier_scope_computed_beside_a_new_reader():
+    torch.manual_seed(0)
+    w, b = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64))
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def run(scope):
+        with torch.no_grad():
+            b.fill_(1.0)
+        with scope():
+            y = x * 2 + b
+        with torch.no_grad():
+            b.add_(10)
+        with scope():
+            loss = ((x * 3 + b) * w).sum() + (y * w).sum()
+        return torch.autograd.grad(loss, [w])
+
+    same_with_scope(run)
+
+
+def test_a_parameter_that_the_node_of_an_earlier_scope_has_saved():
+    norm, linear = nn.LayerNorm(16), nn.Linear(16, 16)
+    with recompute():
+        y = norm(torch.randn(4, 16, requires_grad=True))
+    assert norm.weight._version > 0
+    with Scope() as scope:
+        output = linear(y)
+    assert output.grad_fn and any(value.source == "NativeLayerNormBackward0" and value.is_recipe for value in scope.values())
+
+
+def test_what_a_failed_attempt_derived_is_not_proven():
+    """A cast whose operand doesn't follow is its half copy: the comparison says nothing of what was found on the way."""
+    x = torch.randn(16, 16, requires_grad=True).bfloat16()
+    _C.recipes.forget_chosen()
+    with recompute():
+        y = (torch.neg(x) + x @ x).float()
+        Keep.apply(y)
+    assert torch.neg not in _C.recipes.chosen().values()
+
+
+def test_an_assumed_norm_is_compared_without_trials(monkeypatch):
+    norm = nn.BatchNorm2d(4).requires_grad_(True)
+    norm.bias.requires_grad_(False)
+    conv = nn.Conv2d(4, 4, 1)
+    trials = []
+    choose = Candidates.choose
+    monkeypatch.setattr(Candidates, "choose", lambda *arguments: trials.append(1) or choose(*arguments))
+    _C.recipes.forget_chosen()
+    for _ in range(3):
+        with recompute(norm):
+            conv(norm(torch.randn(2, 4, 5, 5, requires_grad=True))).sum().backward()
+    assert len(trials) == 1
 
 
 def test_trials_tell_formulas_apart_whatever_the_variance():

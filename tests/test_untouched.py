@@ -660,3 +660,25 @@ def test_a_class_that_was_derived_from_a_converted_one():
     model[1].__class__ = type("Sharded", (type(model[1]),), {})
     with pytest.warns(UserWarning, match="revert: 1: of a class that was derived since from the converted one"):
         activations_cuda.revert(model)
+    with pytest.raises(TypeError, match="derived from a converted one, got Sharded"):
+        activations_cuda.convert(model[1], recompute=True)
+
+
+def scaled(x, scale=1.0):
+    return F.relu6(x) * scale
+
+
+def test_functions_are_themselves():
+    class Chooses(Act):
+        table: ClassVar = {scaled: 2.0}
+
+        def __init__(self):
+            super().__init__()
+            self.function = scaled
+
+        def forward(self, x):
+            return self.function(self.norm(x), self.table[self.function])
+
+    model = Chooses()
+    activations_cuda.convert(model, torch.randn(ROWS))
+    assert activations_cuda.converted(model) == {"Chooses": 1}

@@ -63,7 +63,7 @@ class Hook:
         self.begins = _C.recipes.sequence_number() if begins is None else begins
         self.rules = RULES_WITH_CONVOLUTIONS if convolutions else RULES
         self.mismatch: str | None = None
-        self._norms: dict[Any, nn.Module | None] | None = None
+        self._norms: dict[Any, weakref.ref[nn.Module] | None] | None = None
 
     @property
     def model(self) -> nn.Module | None:
@@ -84,8 +84,11 @@ class Hook:
                 own = module._parameters.get("weight")  # past properties, which may compute it
                 if own is not None and hasattr(module, "eps"):
                     place = _place_of(own)
-                    self._norms[place] = None if place in self._norms else module  # two have the same weight: unknown
-        return self._norms.get(_place_of(weight.held))
+                    self._norms[place] = (
+                        None if place in self._norms else weakref.ref(module)
+                    )  # two have the same weight: unknown
+        found = self._norms.get(_place_of(weight.held))
+        return None if found is None else found()
 
 
 def _place_of(tensor):

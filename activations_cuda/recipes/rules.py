@@ -380,5 +380,5 @@ MOVEMENTS = {
 # All outputs of these follow by their rule; of other ops the first alone, since the others are statistics or indices.
 OF_ALL_OUTPUTS = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}
 
-# Of the CPU's, those that give other bits in vectors than one by one, and so by the layout, of an operand that nobody saves.
-VARIES = {torch.sigmoid, torch.tanh, torch.exp, torch.expm1, torch.lerp, aten.elu, F.celu}
+# CPU ops whose bits differ between vectors and single elements, and so with the layout, and whose nodes save no operand.
+VARIES = {torch.rsqrt, torch.sigmoid, torch.tanh, torch.exp, torch.expm1, torch.lerp, aten.elu, F.celu}

@@ -9,6 +9,7 @@ of zeros, as behind a gate that begins closed, proves nothing: what gave it is c
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ MAX_TRIALS = 64
 # While formulas are left that differ: of a small tensor in a half type few elements show it.
 MAX_ELEMENTS_TRIED = 2**24
 MAX_TRIALS_TO_DECIDE = 1024
+# Comparisons that prove nothing, each of which waits for the device, before the tensor is saved instead.
+MAX_UNPROVEN = 1000
 
 
 @dataclass(eq=False)
@@ -49,7 +52,15 @@ class Candidates:
     ) -> tuple[Formula, bool] | tuple[None, None]:
         """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
         generator = torch.Generator(input.device).manual_seed(0)
-        input = input if _tells(input) else _random_like(input, generator)
+        try:
+            return self._choose(generator, _random_like(input, generator), weight, bias, *others)
+        except torch.OutOfMemoryError:
+            count = sum(isinstance(each, Tensor) for each in others)
+            if not _tells(self.op(input, None, None, *others[count:])[0]):
+                raise
+        return self._choose(generator, input, weight, bias, *others)  # which takes no memory
+
+    def _choose(self, generator, input, weight, bias, *others):
         choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
         count = sum(isinstance(each, Tensor) for each in others)
         arguments = others[count:]
@@ -88,8 +99,10 @@ def _tells(tensor):
     """Whether a comparison with it proves a formula: of zeros, or of NaN, many give the same."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
+    if tensor.element_size() == 1:
+        tensor = tensor.float()
     least, most = tensor.aminmax()
-    if not (least.isfinite() and most.isfinite()):
+    if not (most - least).isfinite():
         least, most = tensor.nan_to_num(0.0, 0.0, 0.0).aminmax()
     return bool(least != most) if tensor.numel() > 1 else bool(least != 0)
 
@@ -118,6 +131,9 @@ def is_identical(a: Tensor, b: Tensor) -> bool:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     bits = a.view(integer), b.view(integer)
     return torch.equal(*bits) or bool(((bits[0] == bits[1]) | (a.isnan() & b.isnan())).all())
+
+
+_unproven: Counter[int] = Counter()  # by configuration
 
 
 class _Verified(threading.local):
@@ -171,6 +187,10 @@ def _verify(recipe, untried, tensor):
     for each, formula in untried:
         if tells or isinstance(formula, Candidates):
             _C.recipes.choose(each.configuration, each.formula, each.fuses)
+        else:
+            _unproven[each.configuration] += 1
+            if _unproven[each.configuration] > MAX_UNPROVEN:
+                return _refuse(each, tensor)
     return True
 
 

@@ -5,9 +5,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <variant>
 
 #include "../dtypes.h"
@@ -19,6 +21,25 @@
 namespace fastact::recipes {
 
 thread_local Derivation* Derivation::current = nullptr;
+
+void Derivation::keep_operands_of(const py::object& recipe) {
+  std::unordered_set<PyObject*> found;
+  std::vector<py::object> left = {recipe};
+  while (!left.empty()) {
+    const py::object each = std::move(left.back());
+    left.pop_back();
+    if (is_value(each) && found.insert(each.ptr()).second) {
+      const auto& operands = value_of(each).operands;
+      left.insert(left.end(), operands.begin(), operands.end());
+    }
+  }
+  const auto is_other = [&](const py::object& value) { return value && found.count(value.ptr()) == 0; };
+  untried.erase(
+      std::remove_if(untried.begin(), untried.end(), [&](const auto& each) { return is_other(each.first); }), untried.end());
+  for (auto each = between.begin(); each != between.end();) {
+    each = is_other(each->second.first) ? between.erase(each) : std::next(each);
+  }
+}
 
 namespace {
 
@@ -46,12 +67,12 @@ bool choose(const py::object& object, bool is_assumed) {
   if (is_known && known->second.formula.is_none()) {
     return false;
   }
-  if ((!is_known || is_assumed) && Derivation::current) {
-    Derivation::current->untried.emplace_back(object, recipe.formula);
-  }
   if (is_known) {
     recipe.formula = known->second.formula;
     recipe.fuses = known->second.fuses;
+  }
+  if ((!is_known || is_assumed) && Derivation::current) {
+    Derivation::current->untried.emplace_back(object, recipe.formula);
   }
   return true;
 }
@@ -314,7 +335,13 @@ py::object derive(Step step) {
   }
   const auto made = [&](const auto& describe) {
     py::object recipe = make_value();
-    return describe(value_of(recipe)) && complete(step, name, recipe) ? recipe : py::object();
+    if (describe(value_of(recipe)) && complete(step, name, recipe)) {
+      return recipe;
+    }
+    if (Derivation::current) {
+      Derivation::current->has_failed_attempts = true;
+    }
+    return py::object();
   };
   if (!rule) {
     const auto* ours = dynamic_cast<const WithOrigin*>(step.node.get());
@@ -343,6 +370,9 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
   py::object object = derive({hook, node, number, &tensor, 0});
   if (!object) {
     return {};
+  }
+  if (derivation.has_failed_attempts) {
+    derivation.keep_operands_of(object);
   }
   Value& recipe = value_of(object);
   if (!assumes(hook)) {

@@ -20,8 +20,12 @@ struct Derivation {
 
   std::vector<std::pair<py::object, py::object>> untried;
   std::map<Output, std::pair<py::object, NodePointer>> between;
+  bool has_failed_attempts = false;
   Derivation* outer;
   static thread_local Derivation* current;
+
+  // Forgets what attempts that failed have left: a comparison of this recipe says nothing of it.
+  void keep_operands_of(const py::object& recipe);
 };
 
 // The recipe of an output of a node.

@@ -140,8 +140,13 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
 // Whether autograd's pack hook is called for save_before_write.
 thread_local bool is_before_write = false;
 
-// Raises it as soon as the op is done. Handlers of signals raise what is no Exception, in the main thread, as this does.
+// Raises it in this thread as soon as the op is done. In the main thread it is mostly what a signal's handler has raised.
 void raise_later(const py::error_already_set& error) {
+  const auto thread = PyThread_get_thread_ident();
+  if (py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>() != thread) {
+    PyThreadState_SetAsyncExc(thread, error.type().ptr());
+    return;
+  }
   auto pending = std::make_unique<py::error_already_set>(error);
   const auto raise = [](void* pending) {
     const std::unique_ptr<py::error_already_set> owner(static_cast<py::error_already_set*>(pending));

@@ -1,6 +1,7 @@
 #include "operands.h"
 
 #include <ATen/WrapDimUtils.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
@@ -22,12 +23,7 @@ bool is_private(const Value& value) {
 }
 
 // The value of a parameter, which is a leaf of the graph.
-py::object find_leaf(
-    py::handle hook, const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
-  if (parameter._version() > 0 && !assumes(hook) &&
-      reader.sequence_nr() < static_cast<uint64_t>(PyLong_AsLongLong(attribute(hook, NAME("begins")).ptr()))) {
-    return {};  // an optimizer may have written to it since an earlier scope
-  }
+py::object find_leaf(const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
   if (!is_freed(parameter)) {
     py::object value = keep(parameter, py::none(), py::none());
     note(value, node, number);
@@ -41,9 +37,27 @@ py::object find_leaf(
   return value;
 }
 
+const at::Tensor& leaf_of(const Node& node) {
+  return static_cast<const torch::autograd::AccumulateGrad&>(node).variable;
+}
+
+// Whether an op ran before the scope, or in another thread, and what it read, a leaf, may have been written to since: by an
+// optimizer, for instance.
+bool is_older_than_scope(const Step& step, const Node& leaf) {
+  if (leaf_of(leaf)._version() == 0 || assumes(step.hook)) {
+    return false;
+  }
+  const auto begins = static_cast<uint64_t>(PyLong_AsLongLong(attribute(step.hook, NAME("begins")).ptr()));
+  return step.node->sequence_nr() < begins || step.node->thread_id() != at::RecordFunction::currentThreadId();
+}
+
 // The value of an operand: somebody keeps it, it is a parameter, or it follows from such.
 py::object find(py::handle hook, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
   py::object value = noted(node, number);
+  const bool is_of_leaf = is_leaf({node, number});
+  if (value && is_of_leaf && !value_of(value).is_current()) {
+    value = py::object();  // of a graph that had it before it was written to
+  }
   if (!value && Derivation::current) {
     auto& between = Derivation::current->between;
     const auto found = between.find({node.get(), number});
@@ -55,8 +69,8 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
     }
   }
   if (!value) {
-    if (is_leaf({node, number})) {
-      return find_leaf(hook, static_cast<const torch::autograd::AccumulateGrad&>(*node).variable, reader, node, number, depth);
+    if (is_of_leaf) {
+      return find_leaf(leaf_of(*node), reader, node, number, depth);
     }
     value = derive({hook, node, number, nullptr, depth});
     if (Derivation::current) {
@@ -112,7 +126,7 @@ py::object saved(py::handle node, PyObject* name) {
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   // A sharded parameter may be freed by now, but what was saved of it has a copy.
-  const bool is_saved = name && sharding().is_there && is_leaf(edge);
+  const bool is_saved = is_leaf(edge) && ((name && sharding().is_there) || is_older_than_scope(step, *edge.function));
   if (edge.function && !is_saved) {
     return find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
   }

@@ -349,7 +349,7 @@ py::object Value::fetch() {
   try {
     result = hooks[1](held_outside);
   } catch (py::error_already_set& error) {
-    if (!Packing::current) {
+    if (!Packing::current || !error.matches(PyExc_Exception)) {
       throw;
     }
     py::raise_from(
