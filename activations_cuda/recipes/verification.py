@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +53,12 @@ class Candidates:
     ) -> tuple[Formula, bool] | tuple[None, None]:
         """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
         generator = torch.Generator(input.device).manual_seed(0)
-        try:
+        with suppress(torch.OutOfMemoryError):
             return self._choose(generator, _random_like(input, generator), weight, bias, *others)
-        except torch.OutOfMemoryError:
-            count = sum(isinstance(each, Tensor) for each in others)
-            if not _tells(self.op(input, None, None, *others[count:])[0]):
-                raise
-        return self._choose(generator, input, weight, bias, *others)  # which takes no memory
+        arguments = (each for each in others if not isinstance(each, Tensor))
+        if not _tells(self.op(input, None, None, *arguments)[0]):
+            raise torch.OutOfMemoryError("recompute: expected memory for a trial")
+        return self._choose(generator, input, weight, bias, *others)  # which is there already
 
     def _choose(self, generator, input, weight, bias, *others):
         choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
