@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import _C, GELU, SiLU, convert, recompute
-from activations_cuda.recipes import hook, norms, programs, scope, verification
+from activations_cuda.recipes import hook, norms, programs, scope
 from activations_cuda.recipes.rules import IN_PLACE, RULES, op, same
 from activations_cuda.recipes.step import Underivable
 from activations_cuda.recipes.verification import Candidates
@@ -1177,21 +1177,6 @@ def test_no_memory_for_a_trial_says_nothing_of_the_formula():
     candidates = Candidates((formula,), op=lambda input, weight, bias: (input,), closest=lambda input: input)
     with pytest.raises(torch.OutOfMemoryError):
         candidates.choose(torch.randn(4), None, None)
-
-
-def test_trials_without_memory_for_numbers_of_their_own(monkeypatch):
-    def no_memory(tensor, generator):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(verification, "_random_like", no_memory)
-
-    def formula(input, weight, bias):
-        return torch.relu(input)
-
-    candidates = Candidates((formula,), op=lambda *operands: (formula(*operands),), closest=lambda input: input)
-    assert candidates.choose(torch.randn(4), None, None) == (formula, False)
-    with pytest.raises(torch.OutOfMemoryError):
-        candidates.choose(torch.zeros(4), None, None)
 
 
 def test_what_cannot_be_derived_is_tried_once(monkeypatch):

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +52,8 @@ class Candidates:
     ) -> tuple[Formula, bool] | tuple[None, None]:
         """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
         generator = torch.Generator(input.device).manual_seed(0)
-        with suppress(torch.OutOfMemoryError):
-            return self._choose(generator, _random_like(input, generator), weight, bias, *others)
-        arguments = (each for each in others if not isinstance(each, Tensor))
-        if not _tells(self.op(input, None, None, *arguments)[0]):
-            raise torch.OutOfMemoryError("recompute: expected memory for a trial")
-        return self._choose(generator, input, weight, bias, *others)  # which is there already
-
-    def _choose(self, generator, input, weight, bias, *others):
+        if not self._varies(input, weight, bias, *others):
+            input = _random_like(input, generator)
         choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
         count = sum(isinstance(each, Tensor) for each in others)
         arguments = others[count:]
@@ -85,6 +78,13 @@ class Candidates:
             operands = input, weight, bias, *found[:count]
             choices = [choice for choice in choices if _fits(*choice, operands, arguments, output)]
         return choices[0] if choices else (None, None)
+
+    def _varies(self, input, weight, bias, *others):
+        """Whether most of what is normalized together varies: all formulas agree on zeros, NaN or one number."""
+        ones, zeros = (None if each is None else torch.full_like(each, value) for each, value in ((weight, 1), (bias, 0)))
+        normalized = self.op(input, ones, zeros, *(each for each in others if not isinstance(each, Tensor)))[0]
+        dtype = torch.float32 if normalized.element_size() < 4 else normalized.dtype
+        return bool(torch.linalg.vector_norm(normalized, dtype=dtype) ** 2 > normalized.numel() / 2)
 
 
 def _random_like(tensor, generator):
