@@ -44,6 +44,7 @@ SHARED = (
 RANDOM = random.Random, torch.Generator  # whose state a forward pass changes
 CONTAINERS = dict, list, set, OrderedDict, defaultdict, deque
 WEAK_CONTAINERS = weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
+CACHED = type(lru_cache(len))
 # What hooks call that does more than compute.
 EFFECTS = frozenset({"print", "open", "input", "breakpoint", "exec", "eval", "setattr", "delattr"})
 
@@ -196,22 +197,20 @@ class Copier:
         elif kind is BuiltinFunctionType:  # a method, as list.append, or a function of a module
             owner = self._copy(value.__self__)
             copy = value if owner is value.__self__ else getattr(owner, value.__name__)
-        elif kind is type(lru_cache(_has_values)):
+        elif kind is CACHED:
             copy = lru_cache(**value.cache_parameters())(self._copy(value.__wrapped__))
         elif kind is partial:
             copy = partial(self._copy(value.func), *self._all(value.args), **dict(self._items(value.keywords)))
         elif issubclass(kind, (tuple, frozenset)):
-            before = list((tuple if issubclass(kind, tuple) else frozenset).__iter__(value))
+            base = tuple if issubclass(kind, tuple) else frozenset
+            before = list(base.__iter__(value))
             after = self._all(before)
-            same = all(a is b for a, b in zip(before, after, strict=True))
-            is_structseq = hasattr(kind, "n_sequence_fields")  # torch.return_types.max
-            copy = (
-                value
-                if same
-                else kind(after)
-                if is_structseq
-                else (tuple if issubclass(kind, tuple) else frozenset).__new__(kind, after)
-            )
+            if all(a is b for a, b in zip(before, after, strict=True)):
+                copy = value
+            elif hasattr(kind, "n_sequence_fields"):  # as torch.return_types.max
+                copy = kind(after)
+            else:
+                copy = base.__new__(kind, after)
         elif base := next((base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base)), None):
             copy = base.__new__(kind)
             if base is deque:

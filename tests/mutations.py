@@ -244,8 +244,10 @@ RECOMPUTE = [
     Mutant("no verification", RECIPES + "hook.py", "if untried and not verify(recipe, untried, tensor):", "if False:"),
     Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
     Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
-    Mutant("trials with zeros", RECIPES + "verification.py", "if not self._varies(input, weight, bias, *others):", "if False:"),
-    Mutant("zeros prove a formula", RECIPES + "verification.py", "tells = _tells(tensor)", "tells = True"),
+    Mutant(
+        "trials with zeros", RECIPES + "verification.py", "if not self._varies(input, weight, bias, arguments):", "if False:"
+    ),
+    Mutant("zeros prove a formula", RECIPES + "verification.py", " or _tells(tensor)", " or True"),
     Mutant(
         "an assumption proved by another",
         DERIVATION,

@@ -52,11 +52,11 @@ class Candidates:
     ) -> tuple[Formula, bool] | tuple[None, None]:
         """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
         generator = torch.Generator(input.device).manual_seed(0)
-        if not self._varies(input, weight, bias, *others):
-            input = _random_like(input, generator)
-        choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
         count = sum(isinstance(each, Tensor) for each in others)
         arguments = others[count:]
+        if not self._varies(input, weight, bias, arguments):
+            input = _random_like(input, generator)
+        choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
         size = max(1, input.numel())
         enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
         product: Any = None
@@ -79,10 +79,10 @@ class Candidates:
             choices = [choice for choice in choices if _fits(*choice, operands, arguments, output)]
         return choices[0] if choices else (None, None)
 
-    def _varies(self, input, weight, bias, *others):
+    def _varies(self, input, weight, bias, arguments):
         """Whether most of what is normalized together varies: all formulas agree on zeros, NaN or one number."""
         ones, zeros = (None if each is None else torch.full_like(each, value) for each, value in ((weight, 1), (bias, 0)))
-        normalized = self.op(input, ones, zeros, *(each for each in others if not isinstance(each, Tensor)))[0]
+        normalized = self.op(input, ones, zeros, *arguments)[0]
         dtype = torch.float32 if normalized.element_size() < 4 else normalized.dtype
         return bool(torch.linalg.vector_norm(normalized, dtype=dtype) ** 2 > normalized.numel() / 2)
 
@@ -183,7 +183,7 @@ def _verify(recipe, untried, tensor):
                 each.fuses = False
             if not is_identical(recipe.compute(), tensor):
                 return _refuse(recipe, tensor)
-    tells = _tells(tensor)
+    tells = all(isinstance(formula, Candidates) for _, formula in untried) or _tells(tensor)
     for each, formula in untried:
         if tells or isinstance(formula, Candidates):
             _C.recipes.choose(each.configuration, each.formula, each.fuses)
