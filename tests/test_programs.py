@@ -338,6 +338,21 @@ def test_formulas_that_differ_beside_the_mean_alone():
     assert formula is not norms._batch_norm_elementwise  # CUDA's
 
 
+def test_trials_run_no_formula_by_ops_where_the_kernel_fits():
+    """It would take three times the tensor's memory, in a step that has none to spare."""
+    ran = []
+
+    def formula(x, w, b, mean, rstd, shape):
+        ran.append(formula)
+        return norms._layer_norm_affine(x, w, b, mean, rstd, shape)
+
+    x, w, b = torch.randn(32, 16), torch.ones(16), torch.zeros(16)
+    _, mean, rstd = torch.native_layer_norm(x, (16,), w, b, norms.EPS)
+    candidates = Candidates((norms._layer_norm_affine, formula), norms._layer_norm_op, norms._closest_of_rows)
+    assert candidates.choose(x, w, b, mean, rstd, (16,)) == (norms._layer_norm_affine, True)
+    assert not ran
+
+
 def set_programs(given):
     _C.recipes.set_programs(given, programs.TABULATED, programs.table)
 

@@ -51,12 +51,19 @@ class Candidates:
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
     ) -> tuple[Formula, bool] | tuple[None, None]:
         """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
-        generator = torch.Generator(input.device).manual_seed(0)
         count = sum(isinstance(each, Tensor) for each in others)
         arguments = others[count:]
         if not self._varies(input, weight, bias, arguments):
-            input = _random_like(input, generator)
-        choices = [(formula, fuses) for fuses in (True, False) for formula in self.formulas]
+            input = _random_like(input)
+        for fuses in (True, False):  # the kernel is faster, and needs no temporaries
+            formula = self._choose(input, weight, bias, count, arguments, fuses)
+            if formula is not None:
+                return formula, fuses
+        return None, None
+
+    def _choose(self, input, weight, bias, count, arguments, fuses):
+        generator = torch.Generator(input.device).manual_seed(0)
+        formulas = list(self.formulas)
         size = max(1, input.numel())
         enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
         product: Any = None
@@ -64,7 +71,8 @@ class Candidates:
             statistics = self.op(input, weight, bias, *arguments)[1 : 1 + count]
             product = self.closest(input, *statistics, *arguments)
         for trial in range(max(enough, min(MAX_TRIALS_TO_DECIDE, MAX_ELEMENTS_TRIED // size))):
-            if trial >= enough and sum(fuses for _, fuses in choices) < 2:  # PyTorch's own op, which fits, has no program
+            # PyTorch's own op, which fits, has no program.
+            if not formulas or (trial >= enough and (len(formulas) < 2 or not fuses)):
                 break
             if weight is not None:
                 weight = torch.empty_like(weight).normal_(generator=generator)
@@ -76,8 +84,9 @@ class Candidates:
                     bias = (product if weight is None else product * weight).neg().to(bias.dtype)
             output, *found = self.op(input, weight, bias, *arguments)
             operands = input, weight, bias, *found[:count]
-            choices = [choice for choice in choices if _fits(*choice, operands, arguments, output)]
-        return choices[0] if choices else (None, None)
+            formulas = [formula for formula in formulas if _fits(formula, fuses, operands, arguments, output)]
+            del output
+        return formulas[0] if formulas else None
 
     def _varies(self, input, weight, bias, arguments):
         """Whether most of what is normalized together varies: all formulas agree on zeros, NaN or one number."""
@@ -87,11 +96,11 @@ class Candidates:
         return bool(torch.linalg.vector_norm(normalized, dtype=dtype) ** 2 > normalized.numel() / 2)
 
 
-def _random_like(tensor, generator):
+def _random_like(tensor):
     """Of the same strides, in memory that is as aligned. The numbers aren't centered, or some differences wouldn't show."""
     offset = tensor.storage_offset() % 16
     size = 1 + offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    numbers = tensor.new_empty(max(0, size)).normal_(mean=1.0, generator=generator)
+    numbers = tensor.new_empty(max(0, size)).normal_(mean=1.0, generator=torch.Generator(tensor.device).manual_seed(0))
     return numbers.as_strided(tensor.shape, tensor.stride(), offset)
 
 
