@@ -9,7 +9,7 @@ from torch import nn
 
 import activations_cuda
 from activations_cuda import _C
-from activations_cuda.recipes import norms, programs, rules
+from activations_cuda.recipes import norms, programs, rules, verification
 from activations_cuda.recipes.verification import Candidates, is_identical
 from recomputing import Keep, Scope, compare
 
@@ -336,6 +336,24 @@ def test_formulas_that_differ_beside_the_mean_alone():
     candidates = Candidates(norms.NATIVE, norms.native_batch_norm, norms._closest_of_channels)
     formula, _ = candidates.choose(x, weight, bias, *statistics, 1e-5)
     assert formula is not norms._batch_norm_elementwise  # CUDA's
+
+
+def test_comparison_in_parts(monkeypatch):
+    monkeypatch.setattr(verification, "ELEMENTS_COMPARED", 32)
+    for x in (
+        torch.randn(7, 16),
+        torch.randn(7, 4, 4).mT,
+        torch.tensor(math.nan),
+        torch.empty(0, 3),
+        torch.tensor([0.0] * 99 + [math.nan]),
+    ):
+        assert is_identical(x, x.clone())
+    for i in (0, 40, 111):
+        x = torch.zeros(7, 16)
+        y = x.clone()
+        y.view(-1)[i] = -0.0
+        assert not is_identical(x, y)
+        assert is_identical(x.masked_fill(y.signbit(), math.nan), x.masked_fill(y.signbit(), -math.nan))
 
 
 def test_trials_run_no_formula_by_ops_where_the_kernel_fits():

@@ -29,6 +29,7 @@ MAX_TRIALS = 64
 # While formulas are left that differ: of a small tensor in a half type few elements show it.
 MAX_ELEMENTS_TRIED = 2**24
 MAX_TRIALS_TO_DECIDE = 1024
+ELEMENTS_COMPARED = 2**24  # at once
 # Comparisons that prove nothing, each of which waits for the device, before the tensor is saved instead.
 MAX_UNPROVEN = 1000
 
@@ -138,8 +139,13 @@ def is_identical(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    bits = a.view(integer), b.view(integer)
-    return torch.equal(*bits) or bool(((bits[0] == bits[1]) | (a.isnan() & b.isnan())).all())
+    # In parts, whose masks are memory in the first step, when it may be short.
+    length = max(1, ELEMENTS_COMPARED * len(a) // max(1, a.numel())) if a.dim() else 1
+    for x, y in zip(torch.atleast_1d(a).split(length), torch.atleast_1d(b).split(length), strict=True):
+        same = x.view(integer), y.view(integer)
+        if not (torch.equal(*same) or ((same[0] == same[1]) | (x.isnan() & y.isnan())).all()):
+            return False
+    return True
 
 
 _unproven: Counter[int] = Counter()  # by configuration
@@ -183,7 +189,8 @@ def _verify(recipe, untried, tensor):
     with computing():
         for each, formula in untried:
             if isinstance(formula, Candidates):
-                operands = [value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands]
+                # In no variable: what is computed here is freed by then.
+                operands = (value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands)
                 each.formula, each.fuses = formula.choose(*operands, *each.arguments)
                 if each.formula is None:
                     return _refuse(each, tensor)
