@@ -219,7 +219,7 @@ COMPILE_ARGS = {
         "-fopenmp",
         "-fvisibility=hidden",
     ],
-    "nvcc": ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden", "--ptxas-options=-v,--warn-on-spills"],
+    "nvcc": ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden", "--ptxas-options=-v,--warn-on-spills", "--threads=4"],
 }
 KERNELS = {"libfastact_cpu": "csrc/*/cpu/*.cpp", "libfastact_cuda": "csrc/*/cuda/*.cu"}
 

@@ -1,0 +1,128 @@
+// A form: the instructions of a common program, and how its operands lie in memory, known when the kernel is compiled.
+#pragma once
+
+#include "../program.h"
+
+namespace fastact::cuda {
+namespace {
+
+// What an instruction of a form reads. `dense` has the output's layout and dtype, `dense_any` and `bits` its layout. Parameters
+// are the same in all rows (`column`) or in all of a row (`row`), and float32, or of the half type (`half_column`). `same_row`
+// has its element where the reference before it has. A `gate` has the output's dtype and, if vectors are along a row, one
+// element for it, else vectors. `any` may lie anyhow, and a `table` is no tensor of the output's elements.
+enum class Layout : uint8_t { number, stash, dense, dense_any, bits, column, half_column, row, same_row, gate, any, table };
+
+template <Opcode opcode_, Layout... layouts>
+struct InstructionOf {
+  static constexpr Opcode opcode = opcode_;
+
+  FASTACT_HOST_DEVICE static constexpr Layout layout(int reference) {
+    constexpr Layout all[] = {layouts..., Layout::number};
+    return all[reference];
+  }
+};
+
+// The instructions of a program of at most so many dimensions, and how many vectors a thread has.
+template <int vectors_, int dims_, class... Instructions>
+struct Form {
+  static constexpr bool is_known = true, is_along = false;
+  static constexpr int vectors = vectors_, dims = dims_, instructions = sizeof...(Instructions);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
+  static constexpr int blocks = 1;  // of a multiprocessor, at least: for more ptxas would spill registers here
+#else
+  static constexpr int blocks = 0;  // for ptxas to say
+#endif
+
+  FASTACT_HOST_DEVICE static constexpr Opcode opcode(int k) {
+    constexpr Opcode all[] = {Instructions::opcode...};
+    return all[k];
+  }
+
+  FASTACT_HOST_DEVICE static constexpr Layout layout(int k, int reference) {
+    Layout result = Layout::number;
+    ((k-- == 0 ? void(result = Instructions::layout(reference)) : void()), ...);
+    return result;
+  }
+};
+
+// With the vectors along a row.
+template <int vectors, int dims, class... Instructions>
+struct FormAlong : Form<vectors, dims, Instructions...> {
+  static constexpr bool is_along = true;
+};
+
+struct Interpreted {
+  static constexpr bool is_known = false, is_along = false;
+  static constexpr int vectors = 1, dims = Program::kMaxDims;
+  static constexpr int blocks = 1;  // or ptxas would spill registers for more
+};
+
+bool has_layout(const Program& program, const Instruction& instruction, int r, Layout layout, bool is_along) {
+  const Reference& reference = instruction.reference[r];
+  if (layout == Layout::number) {
+    return reference.operand == Reference::kNumber;
+  }
+  if (layout == Layout::stash) {
+    return reference.operand == Reference::kStash;
+  }
+  if (reference.operand < 0) {
+    return false;
+  }
+  const auto& operand = program.operand[reference.operand];
+  const bool is_half = operand.element == Element::float16 || operand.element == Element::bfloat16;
+  int64_t dense = 1;
+  for (int dim = 0; dim < program.dims; ++dim) {
+    const int64_t stride = operand.stride[dim];
+    const auto fits = [&] {
+      switch (layout) {
+        case Layout::dense:
+          return stride == dense && operand.element == program.element;
+        case Layout::dense_any:
+          return stride == dense && operand.element != Element::bit;
+        case Layout::bits:
+          return stride == dense && operand.element == Element::bit;
+        case Layout::column:
+          return stride == (dim == 0) && operand.element == Element::float32;
+        case Layout::half_column:
+          return stride == (dim == 0) && is_half;
+        case Layout::row:
+          return (dim > 0 || stride == 0) && operand.element == Element::float32;
+        case Layout::gate:
+          return (dim > 0 || stride == !is_along) && operand.element == program.element;
+        case Layout::same_row:
+          return stride == program.operand[instruction.reference[r - 1].operand].stride[dim] &&
+                 operand.element == Element::float32;
+        default:
+          return true;
+      }
+    };
+    if (!fits()) {
+      return false;
+    }
+    dense *= program.size[dim];
+  }
+  return true;
+}
+
+template <int n, class Form>
+bool has_form(const Program& program) {
+  if (program.instructions != Form::instructions || program.dims > Form::dims ||
+      (Form::is_along && program.size[0] % (Form::vectors * n) != 0)) {
+    return false;
+  }
+  for (int k = 0; k < program.instructions; ++k) {
+    const Instruction& instruction = program.instruction[k];
+    if (instruction.opcode != Form::opcode(k)) {
+      return false;
+    }
+    for (int r = 0; r < references_of(instruction.opcode); ++r) {
+      if (!has_layout(program, instruction, r, Form::layout(k, r), Form::is_along)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace fastact::cuda

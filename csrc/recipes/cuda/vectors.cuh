@@ -1,0 +1,118 @@
+// A vector of an operand's elements, from memory to floats and back.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "../instructions.h"
+
+namespace fastact::cuda {
+namespace {
+
+// Two numbers of a half type, which are converted at once: one by one it takes several times as long.
+template <class T>
+__device__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  } else {
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  }
+}
+
+template <class T>
+__device__ float2 unpack(uint32_t both) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    return {__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&both));
+  }
+}
+
+template <int n>
+using Pairs = uint32_t[(n + 1) / 2];
+
+template <class T, int n>
+__device__ void pack(const float (&x)[n], Pairs<n>& to) {
+#pragma unroll
+  for (int i = 0; i < n; i += 2) {
+    to[i / 2] = pack<T>(x[i], i + 1 < n ? x[i + 1] : 0);
+  }
+}
+
+template <class T, int n>
+__device__ void unpack(const Pairs<n>& from, float (&x)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; i += 2) {
+    const float2 both = unpack<T>(from[i / 2]);
+    x[i] = both.x;
+    if (i + 1 < n) {
+      x[i + 1] = both.y;
+    }
+  }
+}
+
+template <int n>
+struct alignas(n * 4) Words {
+  uint32_t word[n];
+};
+
+// Moves n words, in pieces of 16 bytes where there are as many.
+template <int n>
+__device__ void move(const void* from, void* to) {
+  constexpr int piece = n < 4 ? n : 4;
+#pragma unroll
+  for (int i = 0; i < n / piece; ++i) {
+    static_cast<Words<piece>*>(to)[i] = static_cast<const Words<piece>*>(from)[i];
+  }
+}
+
+// Reads n elements, or one that is all of them. T is the half type of the program.
+template <class T, int n>
+__device__ void load(const void* data, Element element, bool is_one, int64_t offset, float (&to)[n]) {
+  if (element == Element::bit) {
+    const unsigned int byte = static_cast<const uint8_t*>(data)[offset / 8] >> (offset % 8);
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      to[i] = static_cast<float>(byte >> i & 1);
+    }
+    return;
+  }
+  const auto* words = static_cast<const float*>(data) + offset;
+  const auto* halves = static_cast<const uint16_t*>(data) + offset;
+  if (n == 1 || is_one) {
+    const float one = element == Element::float32 ? *words : unpack<T>(*halves).x;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      to[i] = one;
+    }
+  } else if (element == Element::float32) {
+    move<n>(words, to);
+  } else {
+    Pairs<n> pairs;
+    move<(n + 1) / 2>(halves, pairs);
+    unpack<T>(pairs, to);
+  }
+}
+
+template <class T, int n>
+__device__ void store(const float (&x)[n], Element element, int64_t offset, void* output) {
+  if (element == Element::float32) {
+    move<n>(x, static_cast<float*>(output) + offset);
+    return;
+  }
+  Pairs<n> pairs;
+  pack<T>(x, pairs);
+  auto* to = static_cast<uint16_t*>(output) + offset;
+  if constexpr (n == 1) {
+    *to = static_cast<uint16_t>(pairs[0]);
+  } else {
+    move<n / 2>(pairs, to);
+  }
+}
+
+}  // namespace
+}  // namespace fastact::cuda
