@@ -71,6 +71,7 @@ CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 
 VALUE = "csrc/binding/recipes/value.cpp"
+COMPUTING = "csrc/binding/recipes/computing.cpp"
 FUSION = "csrc/binding/recipes/fusion.cpp"
 INSTRUCTIONS = "csrc/recipes/instructions.h"
 PROGRAM = "csrc/recipes/program.h"
@@ -208,8 +209,8 @@ ON = {
 
 RECOMPUTE = [
     Mutant("a write is not seen", VALUE, "if (found != version) {", "if (false) {"),
-    Mutant("remembered for good", VALUE, "std::exchange(value->remembered_, at::Tensor())", "value->remembered_"),
-    Mutant("strides are not restored", VALUE, "tensor.strides() == strides ? tensor", "true ? tensor"),
+    Mutant("remembered for good", COMPUTING, "std::exchange(value->remembered_, at::Tensor())", "value->remembered_"),
+    Mutant("strides are not restored", COMPUTING, "tensor.strides() == strides ? tensor", "true ? tensor"),
     Mutant(
         "kept with its history",
         VALUE,
@@ -217,9 +218,9 @@ RECOMPUTE = [
         "true ? tensor : tensor",
     ),
     Mutant("nodes by their address alone", VALUE, " || !is_alive(*found->second->node_)", ""),
-    Mutant("writes to what others hold", VALUE, " && strided.storage().use_count() == 1", ""),
+    Mutant("writes to what others hold", COMPUTING, " && strided.storage().use_count() == 1", ""),
     Mutant(
-        "computed under autocast", VALUE, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"
+        "computed under autocast", COMPUTING, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"
     ),
     Mutant("a value of another version", VALUE, "version == static_cast<int64_t>(tensor._version()) &&", ""),
     Mutant("an operand that was written to", OPERANDS, "!value_of(value).is_current() || is_private", "is_private"),
@@ -236,8 +237,8 @@ RECOMPUTE = [
     Mutant("a recipe's version, in place", HOOK, "value_of(value).replaced.reset();", ""),
     Mutant("a sharded weight is not copied", PARAMETERS, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
     Mutant("a gradient that isn't selected", INSTRUCTIONS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
-    Mutant("moved in float32", VALUE, "half_of(value_of(value.operands[0])) == value.dtype", "false"),
-    Mutant("half types mixed", VALUE, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
+    Mutant("moved in float32", COMPUTING, "half_of(value_of(value.operands[0])) == value.dtype", "false"),
+    Mutant("half types mixed", COMPUTING, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
     Mutant("a rule for every output", DERIVATION, "step.number && !contains(callbacks().of_all_outputs, name)", "false"),
     Mutant("the formula is not in the key", DERIVATION, "number_of_object(recipe.formula), ", ""),
     Mutant("writes between op and saver", DERIVATION, "recipe.version > recipe.max_writes", "false"),

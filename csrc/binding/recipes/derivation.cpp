@@ -15,6 +15,7 @@
 #include "../dtypes.h"
 #include "../origin.h"
 #include "../strides.h"
+#include "computing.h"
 #include "fusion.h"
 #include "parameters.h"
 

@@ -18,6 +18,7 @@
 #include "../dtypes.h"
 #include "../older_torch.h"
 #include "../strides.h"
+#include "computing.h"
 #include "python.h"
 
 namespace fastact::recipes {

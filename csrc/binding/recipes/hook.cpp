@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "../../torch_version.h"
+#include "computing.h"
 #include "derivation.h"
 #include "masks.h"
 #include "parameters.h"

@@ -11,6 +11,7 @@
 #include "../../recipes/masks.h"
 #include "../devices.h"
 #include "../older_torch.h"
+#include "computing.h"
 #include "derivation.h"
 
 namespace fastact::recipes {

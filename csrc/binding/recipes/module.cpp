@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../../torch_version.h"
+#include "computing.h"
 #include "derivation.h"
 #include "fusion.h"
 #include "hook.h"

@@ -78,6 +78,15 @@ inline bool is_instance(py::handle object, py::handle type) {
   return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 
+// As pybind11's contains(), which looks the method up by its name.
+inline bool contains(const py::object& set, const py::object& key) {
+  const int found = PySet_Contains(set.ptr(), key.ptr());
+  if (found < 0) {
+    throw py::error_already_set();
+  }
+  return found > 0;
+}
+
 py::object name_of(const torch::autograd::Node& node);
 
 }  // namespace fastact::recipes

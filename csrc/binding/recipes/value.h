@@ -113,15 +113,6 @@ struct Value {
   std::optional<WeakNode> node_;
 };
 
-// As pybind11's contains(), which looks the method up by its name.
-inline bool contains(const py::object& set, const py::object& key) {
-  const int found = PySet_Contains(set.ptr(), key.ptr());
-  if (found < 0) {
-    throw py::error_already_set();
-  }
-  return found > 0;
-}
-
 // A new value, and what is behind one. `is_value` says whether an object is one at all.
 py::object make_value();
 Value& value_of(py::handle object);
@@ -130,31 +121,8 @@ bool is_value(py::handle object);
 // A kept value. `hooks` is None or the pair of hooks around the scope.
 py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks);
 
-// While a tensor is packed what is read is read to try recipes. So what the hooks outside give back is theirs again: some give
-// it only once.
-struct Packing {
-  Packing() : outer(current) { current = this; }
-  ~Packing() { current = outer; }
-
-  Packing* outer;
-  static thread_local Packing* current;
-};
-
-// The formulas that this library knows.
-struct Formulas {
-  py::dict in_place;     // those that write to their first operand, by those that don't: for temporaries
-  py::object movements;  // those whose elements are their operands'
-  py::object reshape;    // that of views
-  // Those that aren't called: a view of (base, offset), a cast, and a mask of its bits, whose sizes, strides and dtype are the
-  // recipe's.
-  py::object as_strided, cast, unpack_mask;
-};
-
-void set_formulas(Formulas given);
-const Formulas& formulas();
-
-// Whether it is a cast back to the half type that all its elements came from, by movements alone: nothing is to be cast.
-bool is_cast_back(const Value& value);
+// The number of the current stream on a tensor's device.
+int64_t current_stream(const at::Tensor& tensor);
 
 void append(Configuration& numbers, at::IntArrayRef others);
 void append(Configuration& numbers, at::ScalarType dtype, c10::Device device);
@@ -167,9 +135,6 @@ int64_t configuration_of(Value& value);
 // addresses are used again.
 void note(const py::object& value, const NodePointer& node, uint32_t number);
 py::object noted(const NodePointer& node, uint32_t number);
-
-// Autograd's unpack hook: the tensor again.
-PyObject* unpack(PyObject*, PyObject* object);
 
 void add_value_type(py::module_& module);
 
