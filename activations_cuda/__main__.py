@@ -40,8 +40,11 @@ def load(spec):
         close = difflib.get_close_matches(name, known)
         hint = f"; do you mean {' or '.join(close)}?" if close else ""
         raise ValueError(f"{library} has no model {name}{hint}")
-    with torch.device("meta"):
-        return create()
+    try:
+        with torch.device("meta"):
+            return create()
+    except Exception as error:  # whatever a constructor raises that wants something else
+        raise ValueError(f"{spec} can't be created on the meta device: {error}") from error
 
 
 def autocast(dtype):
@@ -88,15 +91,14 @@ def info():
 
 
 def positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {number}")
-    return number
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text}")
+    return int(text)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m activations_cuda", description=demo.__doc__)
-    commands = parser.add_subparsers(title="other commands", metavar="")
+    commands = parser.add_subparsers(title="other commands", metavar="COMMAND")
     about = "Reports what autograd saves for the backward pass of a model, layer by layer, before and after conversion."
     command = commands.add_parser(
         "report", help="what a model saves for backward, before and after conversion", description=about

@@ -27,6 +27,7 @@ from activations_cuda.replacements import (
     is_derived,
     is_patched,
     original_of,
+    recomputes,
     set_class,
 )
 from activations_cuda.survey import Survey, log, summary
@@ -87,13 +88,15 @@ def arguments_of(
         raise TypeError(f"{name}: expected a model that isn't wrapped yet, got FullyShardedDataParallel: call {name} before it")
     if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
-    try:
-        signature(unwrapped(model).forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            f"{name}: expected the arguments of the model's forward ({error}); one list, tuple or dict stands for several, so "
-            "pass one that the model takes in a tuple"
-        ) from None
+    called = unwrapped(model)
+    if type(called).__call__ is nn.Module.__call__ and not called._forward_pre_hooks:  # which may add arguments
+        try:
+            signature(called.forward, follow_wrapped=False).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{name}: expected the arguments of the model's forward ({error}); one list, tuple or dict stands for several, "
+                "so pass one that the model takes in a tuple"
+            ) from None
     return moved_by_wrapper(model, (args, kwargs))
 
 
@@ -190,14 +193,17 @@ def convert(
     if named and not names:
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
+    scoped = []
     if surveyed or recompute:
+        scoped = [module for module in model.modules() if recomputes(module)]  # by an earlier call
         revert_all(model)
+    if recompute:
+        scoped.append(unwrapped(model))
+        lines.append("the rest is recomputed")
     try:
         _replace(model, names)
-        if recompute:
-            root = unwrapped(model)
-            set_class(root, class_for(root, names.get(root, frozenset()), recomputes=True))
-            lines.append("the rest is recomputed")
+        for module in scoped:
+            set_class(module, class_for(module, names.get(module, frozenset()), recomputes=True))
     except Exception:  # of a class that none can take the place of
         revert_all(model)
         raise

@@ -238,6 +238,11 @@ def is_converted(module: nn.Module) -> bool:
     return original_of(type(module)) is not type(module)
 
 
+def recomputes(module: nn.Module) -> bool:
+    """Whether its forward runs within a scope."""
+    return vars(type(module)).get("_fastact_recomputes", False)
+
+
 def is_derived(module: nn.Module) -> bool:
     """Whether its class derives from a converted one: fully_shard makes such, and parametrizations do."""
     return getattr(type(module), "_fastact_class", type(module)) is not type(module)

@@ -298,6 +298,17 @@ def _fakes(device):
     return fake, mode
 
 
+@contextmanager
+def _without_reports_of_fakes():
+    """PyTorch logs the traceback of what can't be done with fake tensors, after which real ones are tried."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
 def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
     """Call run(copier, model, args, kwargs) with copies on fake tensors or, if the model depends on values, on real ones."""
     state = [*model.parameters(), *model.buffers()]
@@ -309,7 +320,7 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
     is_there = device.type != "cuda" or torch.cuda.is_available()
     copier = Copier(fake)
     try:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _without_reports_of_fakes():
             copies = copier((model, args, kwargs))
             with nullcontext() if is_there else mode:
                 run(copier, *copies)
@@ -321,9 +332,12 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
                 f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
                 "inputs with values, got some on the meta device"
             ) from error
-        with torch.inference_mode(False):
-            copier = Copier(_clone)
-            run(copier, *copier((model, args, kwargs)))
+        try:
+            with torch.inference_mode(False):
+                copier = Copier(_clone)
+                run(copier, *copier((model, args, kwargs)))
+        except torch.OutOfMemoryError:  # most likely the model doesn't take these inputs
+            raise error from None
 
 
 def _progress(total):
@@ -503,6 +517,8 @@ class Survey:
             return "called where it can't be replaced"
         if not any(map(self._unit, calls)):
             if _C.family[unit[1]].saves_output and not any(call.dtype.itemsize == 2 for call in calls):
+                if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+                    return "saves less in bfloat16 and float16 only, and its input is float32 here"
                 return "saves less in bfloat16 and float16 only: call convert under torch.autocast"
             return "only PyTorch's op takes these arguments"
         if any(call.is_overwritten for call in calls):

@@ -255,7 +255,14 @@ RECOMPUTE = [
         "if (value.first && !value_of(value.first).is_assumed)",
         "if (value.first)",
     ),
-    Mutant("what an earlier scope computed", OPERANDS, " || is_older_than_scope(step, *edge.function)", ""),
+    Mutant("what an earlier scope computed", OPERANDS, " || is_older_than_scope(step)", ""),
+    Mutant("a clone's memory is lent", COMPUTING, "is_lent(value, tensor) && is_read_by_python()", "false"),
+    Mutant("a cast keeps its operand's layout", DERIVATION, " || recipe.formula.is(formulas().cast)) {", ") {"),
+    Mutant(
+        "what is broadcast orders no dimensions", DERIVATION, "if (!is_norm && std::count_if(", "if (false && std::count_if("
+    ),
+    Mutant("a view of other data", HOOK, " || !tensor.is_alias_of(base)", ""),
+    Mutant("bools of one bit", "csrc/recipes/cpu/masks.cpp", "(bools[byte * 8 + i] != 0) << i", "bools[byte * 8 + i] << i"),
     Mutant("a layout that nobody knows", DERIVATION, "if (varies && std::any_of(", "if (false && std::any_of("),
     Mutant("other bits of a program", RECIPES + "verification.py", "each.fuses = False", "each.fuses = True"),
     Mutant("shift contracted as in affine", INSTRUCTIONS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),

@@ -68,3 +68,22 @@ def test_info(monkeypatch, capsys):
     for cuda, built, reason in (None, None, "for the CPU"), ("13.0", None, "FORCE_CUDA=1"), ("13.0", "13.0", "finds no GPU"):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         assert reason in command.why_no_gpu({"cuda": built})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["frobnicate"], "argument COMMAND: invalid choice: 'frobnicate'"),
+        (["report", "torchvision:resnet18", "--batch", "1.5"], "expected a positive whole number, got 1.5"),
+        (["report", "torchvision:resnet18", "--batch", "9" * 30], "expected a positive whole number, got 999"),
+        (["report", "torchvision:wants_values"], "torchvision:wants_values can't be created on the meta device: no values"),
+    ],
+)
+def test_mistakes_in_a_command(arguments, message, monkeypatch, capsys):
+    def create():
+        raise RuntimeError("no values")
+
+    monkeypatch.setitem(command.LIBRARIES, "torchvision", lambda name: (["wants_values"], create))
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert message in capsys.readouterr().err

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import _C, GELU, SiLU, convert, recompute
 from activations_cuda.recipes import hook, norms, programs, scope
-from activations_cuda.recipes.rules import IN_PLACE, RULES, op, same
+from activations_cuda.recipes.rules import IN_PLACE, RULES, VARIES, op, same
 from activations_cuda.recipes.step import Underivable
 from activations_cuda.recipes.verification import Candidates
 from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net
@@ -1818,3 +1818,192 @@ def test_small_parameters_are_cast_once(width, device):
     assert output.requires_grad  # and the graph is there
     casts = [value for value in scope.values() if value.is_recipe and value.sizes == [width, width]]
     assert bool(casts) == (2 * width**2 >= hook.SMALLEST_COPY_OF_PARAMETER)
+
+
+# What the first batch didn't show
+
+
+class WritesToSaved(torch.autograd.Function):
+    """As a kernel that needs no other memory for its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x.numpy(force=True)[:] *= 2  # unnoticed by autograd
+        return x * grad
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        torch.clone,
+        lambda x: x.to(x.dtype, copy=True),
+        lambda x: x.clone().view(-1),
+        lambda x: x.bfloat16().float().bfloat16().float(),
+    ],
+)
+@pytest.mark.parametrize("of_parameter", [True, False])
+def test_what_a_copy_was_made_of_is_not_written_to(copied, of_parameter):
+    weight = torch.randn(64, 16).bfloat16().float()
+
+    def run(scope):
+        parameter = weight.clone().requires_grad_()
+        with scope():
+            x = parameter if of_parameter else parameter @ torch.eye(16)
+            loss = x.sin().sum() + WritesToSaved.apply(copied(x)).sum()
+        loss.backward()
+        return parameter.detach(), parameter.grad
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("true", [1, 2, 128, 255])
+def test_bools_of_any_byte(true, device):
+    mask = (torch.rand(64, 33) > 0.5).to(torch.uint8).mul(true).to(device).view(torch.bool)
+    x = torch.randn(64, 33, device=device)
+
+    def run(scope):
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with scope():
+            y = torch.where(mask, a, b)
+            loss = (y * y.detach()).sum()
+        loss.backward()
+        return a.grad, b.grad
+
+    same_with_scope(run)
+
+
+def test_rrelu_in_training_and_then_not(device):
+    x = torch.randn(64, 16, device=device)
+
+    def run(scope):
+        result = []
+        for training in (True, False, True):
+            torch.manual_seed(0)
+            y = x.clone().requires_grad_()
+            with scope():
+                loss = Keep.apply(F.rrelu(y * 1.0, training=training)).sum()
+            loss.backward()
+            result.append(y.grad)
+        return result
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bound", [0.1, 0.3, -0.7])
+def test_threshold_between_two_numbers(dtype, bound, device):
+    at_bound = torch.tensor([-1.0, bound], dtype=dtype, device=device).repeat_interleave(32)
+
+    first = torch.randn(64, dtype=dtype, device=device)
+
+    def run(scope):
+        result = []
+        for x in (first, at_bound):
+            y = x.clone().requires_grad_()
+            with scope():
+                loss = Keep.apply(F.threshold(y * 1, bound, 0.0)).sum()
+            loss.backward()
+            result.append(y.grad)
+        return result
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("factor", [3, 41, 47, 64])
+def test_upsampling_rounds_as_pytorch(factor, device):
+    by_channel = torch.randn(1, 4, 1, 1, device=device).expand(2, 4, 3, 3).contiguous()
+    batches = by_channel, torch.randn(2, 4, 3, 3, device=device)
+
+    def run(scope):
+        result = []
+        for x in batches:
+            y = x.clone().requires_grad_()
+            with scope():
+                loss = Keep.apply(F.interpolate(y * 1, scale_factor=factor)).sum()
+            loss.backward()
+            result.append(y.grad)
+        return result
+
+    same_with_scope(run)
+
+
+def test_an_optimizer_that_counts_no_version():
+    def run(scope):
+        torch.manual_seed(0)
+        weight, x = torch.randn(64, 16, requires_grad=True), torch.randn(64, 16, requires_grad=True)
+        optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+        with scope():
+            y = x.exp() + weight
+            (y * y).mean().backward()  # proves the recipe
+        with scope():
+            y = x.exp() + weight
+            first = y.mean()
+        first.backward(retain_graph=True)
+        optimizer.step()
+        with scope():
+            second = (y * y).mean()
+        second.backward()
+        return weight.grad, x.grad
+
+    same_with_scope(run)
+
+
+def test_a_view_of_other_data():
+    x = torch.randn(64, 16)
+
+    def run(scope):
+        y = x.clone().requires_grad_()
+        with scope():
+            view = y.exp()[2:]
+            view.data = torch.ones(62, 16)
+            loss = (view * view).sum()
+        loss.backward()
+        return (y.grad,)
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize(
+    ("intermediate", "is_known"),
+    [
+        (lambda a, b: a * b * torch.ones(1, 3, 1, 1), False),
+        (lambda a, b: a.to(torch.float64, memory_format=torch.channels_last), False),
+        (lambda a, b: b.clone(memory_format=torch.contiguous_format) * 2.0, False),
+        (lambda a, b: (b * 2.0).contiguous(), False),
+        (lambda a, b: F.group_norm(b, 1), False),
+        (lambda a, b: F.group_norm(a.exp(), 1), True),
+        (lambda a, b: F.relu(b * 2.0), True),
+        (lambda a, b: b * torch.ones(1, 3, 1, 1), True),
+    ],
+)
+def test_layouts_of_intermediates_are_known(intermediate, is_known, monkeypatch):
+    """On the CPU the bits of some ops depend on where in memory their operands' elements are."""
+    strides = []
+
+    def layout(x):
+        strides.append(x.stride())
+        return torch.sigmoid(x)
+
+    monkeypatch.setitem(RULES, "SigmoidBackward0", op(layout, operands=(None,)))
+    VARIES.add(layout)
+    try:
+        a = torch.randn(1, 3, 4, 5).requires_grad_()
+        b = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
+        with recompute():
+            x = intermediate(a, b.exp())
+            expected = x.stride()
+            y = Keep.apply(torch.sigmoid(x))
+        value = y.grad_fn._raw_saved_tensors[0].data
+        assert value.is_recipe == is_known
+        if is_known:
+            strides.clear()
+            value.compute()
+            assert strides == [expected]
+    finally:
+        VARIES.discard(layout)

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import activations_cuda
+from activations_cuda import survey
 from activations_cuda.memory import saved_bytes
 from test_conversion import assert_same_step
 
@@ -682,3 +683,83 @@ def test_functions_are_themselves():
     model = Chooses()
     activations_cuda.convert(model, torch.randn(ROWS))
     assert activations_cuda.converted(model) == {"Chooses": 1}
+
+
+def adds_a_mask(forward):
+    @functools.wraps(forward)
+    def wrapper(self, x):
+        return forward(self, x, torch.ones_like(x))
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    @adds_a_mask
+    def forward(self, x, mask):
+        return F.relu6(x) * mask
+
+
+class WithItsOwnCall(nn.Module):
+    def __call__(self, x, scale=1.0):
+        return super().__call__(x) * scale
+
+    def forward(self, x):
+        return F.relu6(x) * 2
+
+
+def with_a_hook_that_adds():
+    class Hooked(nn.Module):
+        def forward(self, x, mask):
+            return F.relu6(x) * mask
+
+    model = Hooked()
+    model.register_forward_pre_hook(lambda module, args: (*args, torch.ones(1)))
+    return model
+
+
+@pytest.mark.parametrize(("make", "options"), [(Decorated, {}), (WithItsOwnCall, {"scale": 2.0}), (with_a_hook_that_adds, {})])
+def test_calls_that_a_signature_does_not_show(make, options):
+    model, x = make(), torch.randn(ROWS, requires_grad=True)
+    expected = model(x, **options)
+    activations_cuda.convert(model, x, **options)
+    assert activations_cuda.converted(model) and torch.equal(model(x, **options), expected)
+
+
+def test_a_later_conversion_keeps_the_scope():
+    model = activations_cuda.convert(net(), recompute=True)
+    outer = nn.Sequential(model, nn.Linear(8, 8))
+    activations_cuda.convert(outer, torch.randn(ROWS))
+    assert "recompute" in repr(outer[0])
+    activations_cuda.revert(outer)
+    assert "recompute" not in repr(outer[0]) and type(outer[0]) is nn.Sequential
+
+
+def test_a_failing_pass_prints_nothing(capfd):
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    with pytest.raises(RuntimeError, match="shape"):
+        activations_cuda.convert(net(), torch.randn(2, 7))
+    assert capfd.readouterr().err == "" and not logger.disabled
+
+
+def test_no_memory_for_copies(monkeypatch):
+    """The pass on copies of the parameters that follows a failure is for models that depend on values."""
+
+    def clone(tensor):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(survey, "_clone", clone)
+    with pytest.raises(RuntimeError, match="shape"):
+        activations_cuda.convert(net(), torch.randn(2, 7))
+
+
+def test_an_input_that_is_float32_under_autocast():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act, self.last = nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.last(self.act(self.linear(x) + x))
+
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="its input is float32 here"):
+        activations_cuda.convert(Residual(), torch.randn(ROWS))

@@ -8,6 +8,8 @@ To add one, find the node's name (``tensor.grad_fn.name()``) and what it saves (
 formula must repeat its op to the bit, so no matrix products, convolutions, random numbers, or sums in any order.
 """
 
+import ctypes
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -81,13 +83,18 @@ def threshold(step: Step) -> Result:
     (bound,) = step.arguments("threshold")
 
     def beyond(tensor_of_input, tensor):
-        return _at_first(tensor_of_input <= bound, tensor)
+        return _at_first(_is_beyond(tensor_of_input, bound), tensor)
 
     return _threshold, (input, step.constant(beyond, input)), (bound,)
 
 
 def _threshold(input, value, bound):
-    return torch.where(input <= bound, value, input)
+    return torch.where(_is_beyond(input, bound), value, input)
+
+
+def _is_beyond(input, bound):
+    """As PyTorch compares them: in half types, with the bound in float32 on the CPU and rounded on a GPU."""
+    return aten.threshold_backward(torch.ones_like(input), input, bound) == 0
 
 
 def constant_pad(step: Step) -> Result:
@@ -110,6 +117,9 @@ def _padded(input, border, pad):
 
 
 def rrelu(step: Step) -> Result:
+    lower, upper, training = step.arguments("lower", "upper", "training")
+    if not training:
+        return F.leaky_relu, (step.operand(0, "self"),), ((lower + upper) / 2,)
     return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
 
 
@@ -182,12 +192,22 @@ def adaptive_avg_pool2d(input, shape):
     return aten._adaptive_avg_pool2d(input, shape[-2:])
 
 
+@functools.cache
+def _repeats(size, output):
+    """Whether each element is repeated as often. PyTorch scales indices in float32, which may round them down."""
+    scale = _float32(size / output)
+    return output % size == 0 and all(int(_float32(i * scale)) == i * size // output for i in range(output))
+
+
+def _float32(number):
+    return ctypes.c_float(number).value
+
+
 def upsample_nearest(input, output_size, *scales):
     """By whole numbers each element is repeated, which a copy does faster than PyTorch's kernel for channels-last."""
     sizes = input.shape[2:]
-    are_whole = not any(output % size for output, size in zip(output_size, sizes, strict=True))
-    given = zip(scales, sizes, output_size, strict=True)
-    if not are_whole or any(scale is not None and scale * size != output for scale, size, output in given):
+    given = zip(sizes, output_size, scales, strict=True)
+    if not all(_repeats(size, output) and scale in (None, output / size) for size, output, scale in given):
         return (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)[len(sizes) - 1](
             input, output_size, *scales
         )
@@ -380,5 +400,19 @@ MOVEMENTS = {
 # All outputs of these follow by their rule; of other ops the first alone, since the others are statistics or indices.
 OF_ALL_OUTPUTS = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}
 
-# CPU ops whose bits differ between vectors and single elements, and so with the layout, and whose nodes save no operand.
-VARIES = {torch.rsqrt, torch.sigmoid, torch.tanh, torch.exp, torch.expm1, torch.lerp, aten.elu, F.celu}
+# CPU ops whose bits differ between vectors and single elements, and so with the layout.
+VARIES = {
+    torch.rsqrt,
+    torch.sigmoid,
+    torch.tanh,
+    torch.exp,
+    torch.expm1,
+    torch.lerp,
+    torch.pow,
+    aten.elu,
+    F.celu,
+    F.softplus,
+    _C.gelu,
+    _C.silu,
+    _C.mish,
+}

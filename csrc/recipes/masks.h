@@ -1,4 +1,4 @@
-// Masks of bools, each a byte of 0 or 1, as bits: the first of eight elements is the lowest.
+// Masks of bools, each a byte, true unless it is 0, as bits: the first of eight elements is the lowest.
 #pragma once
 
 #include <cstdint>

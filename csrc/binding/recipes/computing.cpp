@@ -8,6 +8,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
@@ -286,6 +287,32 @@ bool is_cast_back(const Value& value) {
          half_of(value_of(value.operands[0])) == value.dtype;
 }
 
+namespace {
+
+// Whether what a recipe gives has its memory from another saved tensor, as a clone's does.
+bool is_lent(const Value& value, const at::Tensor& tensor) {
+  const Value* of = &value;
+  const auto first_operand = [&] { return is_value(of->operands[0]) ? &value_of(of->operands[0]) : nullptr; };
+  while (of->is_recipe() && of->formula.is(formulas().as_strided)) {
+    of = first_operand();
+  }
+  while (of && of->is_recipe()) {
+    of = first_operand();
+    if (of && of->has_memory_of(tensor)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Whether it is read by a backward that a user has written, which may write to what it alone has saved.
+bool is_read_by_python() {
+  const auto reader = torch::autograd::get_current_node();
+  return reader && THPFunction_Check(wrapped(reader).ptr());
+}
+
+}  // namespace
+
 PyObject* unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(is_value(object), "recompute: expected what its hook has packed, got ", Py_TYPE(object)->tp_name);
@@ -298,7 +325,8 @@ PyObject* unpack(PyObject*, PyObject* object) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   value.check_unwritten();
-  return THPVariable_Wrap(value.tensor());
+  const at::Tensor tensor = value.tensor();
+  return THPVariable_Wrap(is_lent(value, tensor) && is_read_by_python() ? tensor.clone() : tensor);
   END_HANDLE_TH_ERRORS
 }
 

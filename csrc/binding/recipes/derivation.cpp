@@ -82,7 +82,8 @@ bool choose(const py::object& object, bool is_assumed) {
 void infer_strides(Value& recipe) {
   const bool is_view = recipe.formula.is(formulas().reshape);
   const bool is_norm = !PyCallable_Check(recipe.formula.ptr());  // one of several formulas
-  if (contains(formulas().movements, recipe.formula) && !is_view) {
+  // Of a cast the node doesn't save which layout it was asked for.
+  if ((contains(formulas().movements, recipe.formula) && !is_view) || recipe.formula.is(formulas().cast)) {
     return;
   }
   std::optional<at::DimVector> found;
@@ -92,14 +93,18 @@ void infer_strides(Value& recipe) {
     }
     const Value& value = value_of(each);
     const auto strides = value.strides_of();
-    if (value.sizes_of() != at::IntArrayRef(recipe.sizes) && !is_view) {
+    const auto sizes = value.sizes_of();
+    if (sizes != at::IntArrayRef(recipe.sizes) && !is_view) {
+      // Of what is broadcast two dimensions may already order the output's.
+      if (!is_norm && std::count_if(sizes.begin(), sizes.end(), [](int64_t size) { return size > 1; }) > 1) {
+        return;
+      }
       continue;
     }
-    const bool keeps_dtype = recipe.formula.is(formulas().cast) && value.dtype_of() == recipe.dtype;  // only its layout changes
-    if (!strides || keeps_dtype || !is_dense(value.sizes_of(), *strides) || (found && *strides != at::IntArrayRef(*found))) {
+    if (!strides || !is_dense(sizes, *strides) || (found && *strides != at::IntArrayRef(*found))) {
       return;
     }
-    if ((is_view || is_norm) && !agree(value.sizes_of(), *strides, c10::contiguous_strides(value.sizes_of()))) {
+    if ((is_view || is_norm) && !agree(sizes, *strides, c10::contiguous_strides(sizes))) {
       return;
     }
     found = is_view ? c10::contiguous_strides(recipe.sizes) : at::DimVector(*strides);

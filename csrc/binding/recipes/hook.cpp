@@ -52,7 +52,7 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
 // A view, as its base's value and a geometry; null where that saves nothing, or the hooks outside would be given more.
 py::object value_of_view(py::handle hook, const py::object& outer, const at::Tensor& tensor, const at::Tensor& base) {
   const NodePointer& node = base.grad_fn();
-  if (!node) {
+  if (!node || !tensor.is_alias_of(base)) {  // its .data may have been set
     return {};
   }
   const auto number = static_cast<uint32_t>(base.output_nr());

@@ -41,10 +41,14 @@ const at::Tensor& leaf_of(const Node& node) {
   return static_cast<const torch::autograd::AccumulateGrad&>(node).variable;
 }
 
-// Whether an op ran before the scope, or in another thread, and what it read, a leaf, may have been written to since: by an
-// optimizer, for instance.
-bool is_older_than_scope(const Step& step, const Node& leaf) {
-  if (leaf_of(leaf)._version() == 0 || assumes(step.hook)) {
+bool is_on_cpu(const Value& value) {
+  return value.device_of() && value.device_of()->is_cpu();
+}
+
+// Whether an op ran before the scope, or in another thread: then a leaf that it read may have been written to since, by an
+// optimizer for instance, some of which don't count in the leaf's version.
+bool is_older_than_scope(const Step& step) {
+  if (assumes(step.hook)) {
     return false;
   }
   const auto begins = static_cast<uint64_t>(PyLong_AsLongLong(attribute(step.hook, NAME("begins")).ptr()));
@@ -80,6 +84,17 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
     return {};
   }
   return value;
+}
+
+// The strides of an operand, where the node has saved it or a clone of it.
+void take_strides_of_saved(Step& step, PyObject* name, Value& value) {
+  if (!PyObject_HasAttr(step.python().ptr(), name)) {
+    return;
+  }
+  const py::object other = saved(step.python(), name);
+  if (other && is_value(other) && value_of(other).strides_of()) {
+    value.strides_of_output = at::DimVector(*value_of(other).strides_of());
+  }
 }
 
 // Nodes hand out negative dimensions as unsigned numbers.
@@ -126,11 +141,15 @@ py::object saved(py::handle node, PyObject* name) {
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   // A sharded parameter may be freed by now, but what was saved of it has a copy.
-  const bool is_saved = is_leaf(edge) && ((name && sharding().is_there) || is_older_than_scope(step, *edge.function));
-  if (edge.function && !is_saved) {
-    return find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
+  const bool is_saved = is_leaf(edge) && ((name && sharding().is_there) || is_older_than_scope(step));
+  if (!edge.function || is_saved) {
+    return name ? saved(step.python(), name) : py::object();
   }
-  return name ? saved(step.python(), name) : py::object();
+  py::object value = find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
+  if (value && name && is_on_cpu(value_of(value)) && !value_of(value).strides_of()) {
+    take_strides_of_saved(step, name, value_of(value));
+  }
+  return value;
 }
 
 at::DimVector sizes_of(const torch::autograd::InputMetadata& meta) {

@@ -64,6 +64,9 @@ struct Value {
   // Takes over the version, sizes and strides of the tensor that it stands for.
   void take_layout_of(const at::Tensor& tensor);
   bool remembers() const { return remembered_.defined(); }
+  bool has_memory_of(const at::Tensor& tensor) const {
+    return (held.defined() && held.is_alias_of(tensor)) || (remembers() && remembered_.is_alias_of(tensor));
+  }
 
   int64_t version = 0;
   int readers = 0;    // hooks' results and recipes

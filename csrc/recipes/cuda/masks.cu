@@ -25,6 +25,7 @@ __global__ void pack_kernel(const uint8_t* bools, uint8_t* bits, int64_t n) {
       eight |= static_cast<unsigned long long>(bools[first + i]) << (8 * i);
     }
   }
+  eight = (((eight & 0x7f * kOnes) + 0x7f * kOnes) | eight) >> 7 & kOnes;  // 1 where a byte isn't 0
   bits[byte] = static_cast<uint8_t>(eight * kGather >> 56);
 }
 
