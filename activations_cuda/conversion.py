@@ -52,9 +52,10 @@ def _pays_by_default(function, inplace):
 def _check_classes(name, classes):
     classes = (classes,) if isinstance(classes, (type, str)) or not isinstance(classes, Iterable) else tuple(classes)
     for kind in classes:
-        if kind not in OURS:
+        if not isinstance(kind, type) or kind not in OURS:
             among = ", ".join(sorted(kind.__name__ for kind in OURS))
-            raise ValueError(f"{name}: expected classes of torch.nn among {among}, got {kind}")
+            given = kind if isinstance(kind, (type, str)) else f"{type(kind).__name__} (inputs of that name go in a dict)"
+            raise ValueError(f"{name}: expected classes of torch.nn among {among}, got {given}")
     return classes
 
 
@@ -188,7 +189,7 @@ def convert(
             and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))
         }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
-        lines = [_counted(map(type, names)) or f"{others or 'no activation of the family'}, left alone"]
+        lines = [_counted(map(type, names)) or (f"{others}, left alone" if others else "no activation of the family")]
         are_candidates = False
     if named and not names:
         wanted = ", ".join(kind.__name__ for kind in named)

@@ -325,6 +325,11 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
             with nullcontext() if is_there else mode:
                 run(copier, *copies)
     except Exception as error:
+        if "saved tensor hooks" in str(error):
+            raise RuntimeError(
+                "the model's forward pass calls a transform of torch.func, in which PyTorch has no hooks on saved tensors: it "
+                "can't be surveyed; convert(model) needs no inputs"
+            ) from error
         if any(tensor.is_meta for tensor, _ in copier.copies.values() if isinstance(tensor, Tensor)):
             if not isinstance(error, FAKES_WONT_DO):
                 raise

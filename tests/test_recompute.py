@@ -2007,3 +2007,15 @@ def test_layouts_of_intermediates_are_known(intermediate, is_known, monkeypatch)
             assert strides == [expected]
     finally:
         VARIES.discard(layout)
+
+
+def test_functions_that_are_suspended():
+    def generate():
+        yield 1
+
+    async def wait():
+        pass
+
+    for function in generate, wait:
+        with pytest.raises(TypeError, match=function.__name__):
+            recompute()(function)

@@ -763,3 +763,25 @@ def test_an_input_that_is_float32_under_autocast():
 
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="its input is float32 here"):
         activations_cuda.convert(Residual(), torch.randn(ROWS))
+
+
+def test_a_transform_in_forward():
+    class Differentiates(nn.Module):
+        def forward(self, x):
+            return torch.func.grad(lambda x: F.silu(x).sum())(x) + F.relu6(x)
+
+    for function in activations_cuda.convert, activations_cuda.memory_report:
+        with pytest.raises(RuntimeError, match=r"torch\.func.*convert\(model\) needs no inputs"):
+            function(Differentiates(), torch.randn(ROWS))
+
+
+def test_an_input_named_classes():
+    class Conditional(nn.Module):
+        def forward(self, x, classes):
+            return F.relu6(x) + classes
+
+    x, classes = torch.randn(ROWS, requires_grad=True), torch.ones(1)
+    for wrong in classes, [[nn.ReLU]]:
+        with pytest.raises(ValueError, match=r"among .*inputs of that name go in a dict"):
+            activations_cuda.convert(Conditional(), x, classes=wrong)
+    activations_cuda.convert(Conditional(), {"x": x, "classes": classes})

@@ -1,6 +1,7 @@
 """The scope within which autograd saves recipes."""
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -98,6 +99,12 @@ class recompute:
                 raise RuntimeError(f"recompute: {hook.mismatch}")
 
     def __call__(self, function: Function) -> Function:
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"recompute: expected a function that returns when it is done, got {function.__name__}, which is suspended: "
+                "enter the scope within it"
+            )
+
         @functools.wraps(function)
         def within(*args, **kwargs):
             if is_dynamo_compiling():
