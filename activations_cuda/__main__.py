@@ -92,7 +92,7 @@ def info():
 
 def positive(text):
     if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {2**31 - 1}, got {text}")
     return int(text)
 
 

@@ -90,9 +90,10 @@ def arguments_of(
     if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
     called = unwrapped(model)
-    if type(called).__call__ is nn.Module.__call__ and not called._forward_pre_hooks:  # which may add arguments
+    is_plain = type(called).__call__ is nn.Module.__call__ and not hasattr(called.forward, "__wrapped__")
+    if is_plain and not called._forward_pre_hooks:  # which may add arguments
         try:
-            signature(called.forward, follow_wrapped=False).bind(*args, **kwargs)
+            signature(called.forward).bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
                 f"{name}: expected the arguments of the model's forward ({error}); one list, tuple or dict stands for several, "
@@ -200,6 +201,7 @@ def convert(
         revert_all(model)
     if recompute:
         scoped.append(unwrapped(model))
+    if scoped:
         lines.append("the rest is recomputed")
     try:
         _replace(model, names)

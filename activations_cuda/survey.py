@@ -8,6 +8,7 @@ otherwise they are pure overhead.
 import logging
 import random
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -301,12 +302,16 @@ def _fakes(device):
 @contextmanager
 def _without_reports_of_fakes():
     """PyTorch logs the traceback of what can't be done with fake tensors, after which real ones are tried."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
+
+    def mute(record):
+        return threading.get_ident() != thread
+
+    thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(mute)
     try:
         yield
     finally:
-        logger.disabled = was_disabled
+        logger.removeFilter(mute)
 
 
 def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
@@ -341,8 +346,8 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
             with torch.inference_mode(False):
                 copier = Copier(_clone)
                 run(copier, *copier((model, args, kwargs)))
-        except torch.OutOfMemoryError:  # most likely the model doesn't take these inputs
-            raise error from None
+        except torch.cuda.OutOfMemoryError:  # most likely the model doesn't take these inputs
+            raise error  # noqa: B904 (it has both)
 
 
 def _progress(total):
@@ -522,9 +527,7 @@ class Survey:
             return "called where it can't be replaced"
         if not any(map(self._unit, calls)):
             if _C.family[unit[1]].saves_output and not any(call.dtype.itemsize == 2 for call in calls):
-                if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
-                    return "saves less in bfloat16 and float16 only, and its input is float32 here"
-                return "saves less in bfloat16 and float16 only: call convert under torch.autocast"
+                return "saves less in bfloat16 and float16 only: train, and call convert, under torch.autocast"
             return "only PyTorch's op takes these arguments"
         if any(call.is_overwritten for call in calls):
             return "its output is written to in place"

@@ -364,7 +364,7 @@ def test_a_smooth_activation_whose_output_is_saved(function):
         (lambda t: F.dropout(F.mish(t), 0.1, inplace=True), "its output is written to in place"),
         (
             lambda t: F.hardswish(t.float()).bfloat16(),
-            "saves less in bfloat16 and float16 only: call convert under torch.autocast",
+            "saves less in bfloat16 and float16 only: train, and call convert, under torch.autocast",
         ),
     ],
     ids=["added", "gated", "scaled", "dropped", "float32"],

@@ -74,8 +74,8 @@ def test_info(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["frobnicate"], "argument COMMAND: invalid choice: 'frobnicate'"),
-        (["report", "torchvision:resnet18", "--batch", "1.5"], "expected a positive whole number, got 1.5"),
-        (["report", "torchvision:resnet18", "--batch", "9" * 30], "expected a positive whole number, got 999"),
+        (["report", "torchvision:resnet18", "--batch", "1.5"], "expected a whole number from 1 to 2147483647, got 1.5"),
+        (["report", "torchvision:resnet18", "--batch", "9" * 30], "expected a whole number from 1 to 2147483647, got 999"),
         (["report", "torchvision:wants_values"], "torchvision:wants_values can't be created on the meta device: no values"),
     ],
 )

@@ -195,7 +195,7 @@ def fails(arguments, capsys):
 def test_command_refuses_bad_input(capsys, monkeypatch):
     assert "expected torchvision:NAME or timm:NAME, got mobilenet_v2" in fails(["report", "mobilenet_v2"], capsys)
     assert "expected torchvision:NAME or timm:NAME, got keras:vgg" in fails(["report", "keras:vgg"], capsys)
-    assert "expected a positive whole number, got 0" in fails(["report", "timm:vgg11", "--batch", "0"], capsys)
+    assert "expected a whole number from 1 to 2147483647, got 0" in fails(["report", "timm:vgg11", "--batch", "0"], capsys)
     monkeypatch.setitem(sys.modules, "torchvision", None)
     message = fails(["report", "torchvision:mobilenet_v2"], capsys)
     assert "the memory report needs torchvision" in message

@@ -721,7 +721,9 @@ def with_a_hook_that_adds():
 def test_calls_that_a_signature_does_not_show(make, options):
     model, x = make(), torch.randn(ROWS, requires_grad=True)
     expected = model(x, **options)
-    activations_cuda.convert(model, x, **options)
+    activations_cuda.convert(model, recompute=True)
+    for _ in range(2):
+        activations_cuda.convert(model, x, **options)
     assert activations_cuda.converted(model) and torch.equal(model(x, **options), expected)
 
 
@@ -738,31 +740,18 @@ def test_a_failing_pass_prints_nothing(capfd):
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     with pytest.raises(RuntimeError, match="shape"):
         activations_cuda.convert(net(), torch.randn(2, 7))
-    assert capfd.readouterr().err == "" and not logger.disabled
+    assert capfd.readouterr().err == "" and not logger.filters
 
 
 def test_no_memory_for_copies(monkeypatch):
     """The pass on copies of the parameters that follows a failure is for models that depend on values."""
 
     def clone(tensor):
-        raise torch.OutOfMemoryError
+        raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(survey, "_clone", clone)
     with pytest.raises(RuntimeError, match="shape"):
         activations_cuda.convert(net(), torch.randn(2, 7))
-
-
-def test_an_input_that_is_float32_under_autocast():
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.act, self.last = nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.last(self.act(self.linear(x) + x))
-
-    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="its input is float32 here"):
-        activations_cuda.convert(Residual(), torch.randn(ROWS))
 
 
 def test_a_transform_in_forward():

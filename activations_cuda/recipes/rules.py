@@ -93,8 +93,8 @@ def _threshold(input, value, bound):
 
 
 def _is_beyond(input, bound):
-    """As PyTorch compares them: in half types, with the bound in float32 on the CPU and rounded on a GPU."""
-    return aten.threshold_backward(torch.ones_like(input), input, bound) == 0
+    """As PyTorch's op compares them: half types in float32 on the CPU."""
+    return (input.float() if input.device.type == "cpu" and input.element_size() == 2 else input) <= bound
 
 
 def constant_pad(step: Step) -> Result:
@@ -192,11 +192,12 @@ def adaptive_avg_pool2d(input, shape):
     return aten._adaptive_avg_pool2d(input, shape[-2:])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _repeats(size, output):
-    """Whether each element is repeated as often. PyTorch scales indices in float32, which may round them down."""
-    scale = _float32(size / output)
-    return output % size == 0 and all(int(_float32(i * scale)) == i * size // output for i in range(output))
+    """Whether each element is repeated as often. PyTorch scales indices in float32, which may round whole ones down."""
+    factor, scale = output // size, _float32(size / output)
+    is_whole = output == factor * size < 2**24
+    return is_whole and all(int(_float32(i * factor * scale)) == i for i in range(size))
 
 
 def _float32(number):

@@ -101,7 +101,7 @@ def _random_like(tensor):
     """Of the same strides, in memory that is as aligned. The numbers aren't centered, or some differences wouldn't show."""
     offset = tensor.storage_offset() % 16
     size = 1 + offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    numbers = tensor.new_empty(max(0, size)).normal_(mean=1.0, generator=torch.Generator(tensor.device).manual_seed(0))
+    numbers = tensor.new_empty(max(0, size)).normal_(mean=1.0, generator=torch.Generator(tensor.device).manual_seed(1))
     return numbers.as_strided(tensor.shape, tensor.stride(), offset)
 
 
@@ -140,8 +140,10 @@ def is_identical(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     # In parts, whose masks are memory in the first step, when it may be short.
-    length = max(1, ELEMENTS_COMPARED * len(a) // max(1, a.numel())) if a.dim() else 1
-    for x, y in zip(torch.atleast_1d(a).split(length), torch.atleast_1d(b).split(length), strict=True):
+    a, b = torch.atleast_1d(a), torch.atleast_1d(b)
+    dim = max(range(a.dim()), key=a.size)
+    length = max(1, ELEMENTS_COMPARED * a.size(dim) // max(1, a.numel()))
+    for x, y in zip(a.split(length, dim), b.split(length, dim), strict=True):
         same = x.view(integer), y.view(integer)
         if not (torch.equal(*same) or ((same[0] == same[1]) | (x.isnan() & y.isnan())).all()):
             return False
@@ -189,7 +191,7 @@ def _verify(recipe, untried, tensor):
     with computing():
         for each, formula in untried:
             if isinstance(formula, Candidates):
-                # In no variable: what is computed here is freed by then.
+                # Not in a variable, so that what is computed here is freed before the recipe is.
                 operands = (value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands)
                 each.formula, each.fuses = formula.choose(*operands, *each.arguments)
                 if each.formula is None:

@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "../../torch_version.h"
 #include "../dtypes.h"
 #include "fusion.h"
 #include "masks.h"
@@ -205,7 +206,7 @@ at::Tensor Value::compute(bool* is_temporary) {
   const bool is_back = is_cast_back(*this);
   if (is_back || (!formula.is(formulas().cast) && half_of(*this) != at::ScalarType::Undefined)) {
     const at::Tensor tensor = is_back ? in_half(value_of(operands[0])) : in_half(*this).to(at::kFloat);
-    return has_strides ? in_strides(tensor, strides) : tensor;
+    return strides_of() ? in_strides(tensor, *strides_of()) : tensor;
   }
   if (formula.is(formulas().as_strided)) {
     const at::Tensor base = value_of(operands[0]).tensor();
@@ -223,7 +224,8 @@ at::Tensor Value::compute(bool* is_temporary) {
   } else {
     tensor = apply(&is_new);
   }
-  const at::Tensor strided = has_strides ? in_strides(tensor, strides) : tensor;
+  const auto wanted = strides_of();
+  const at::Tensor strided = wanted ? in_strides(tensor, *wanted) : tensor;
   if (is_temporary) {
     *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
   }
@@ -289,26 +291,38 @@ bool is_cast_back(const Value& value) {
 
 namespace {
 
-// Whether what a recipe gives has its memory from another saved tensor, as a clone's does.
-bool is_lent(const Value& value, const at::Tensor& tensor) {
+// Whether it is read by a backward that a user has written, which may write to what it alone has saved.
+bool is_read_by_python() {
+#if FASTACT_RECOMPUTE
+  const auto reader = torch::autograd::get_current_node();
+  return reader && THPFunction_Check(wrapped(reader).ptr());
+#else
+  return false;
+#endif
+}
+
+// The value's tensor or, where that shares memory with another value's and PyTorch's doesn't, a copy: a clone's recipe gives
+// what was cloned.
+at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
+  Value* base = nullptr;
   const Value* of = &value;
   const auto first_operand = [&] { return is_value(of->operands[0]) ? &value_of(of->operands[0]) : nullptr; };
   while (of->is_recipe() && of->formula.is(formulas().as_strided)) {
-    of = first_operand();
+    of = base = first_operand();
   }
-  while (of && of->is_recipe()) {
-    of = first_operand();
-    if (of && of->has_memory_of(tensor)) {
-      return true;
-    }
+  bool is_shared = false;
+  while (!is_shared && of->is_recipe() && (of = first_operand())) {
+    is_shared = of->has_memory_of(tensor);
   }
-  return false;
-}
-
-// Whether it is read by a backward that a user has written, which may write to what it alone has saved.
-bool is_read_by_python() {
-  const auto reader = torch::autograd::get_current_node();
-  return reader && THPFunction_Check(wrapped(reader).ptr());
+  if (!is_shared || !is_read_by_python()) {
+    return tensor;
+  }
+  if (!base) {
+    return tensor.clone();
+  }
+  const at::Tensor whole = base->tensor(), copy = whole.clone();
+  const int64_t offset = copy.storage_offset() + tensor.storage_offset() - whole.storage_offset();
+  return copy.strides() == whole.strides() ? copy.as_strided(tensor.sizes(), tensor.strides(), offset) : tensor.clone();
 }
 
 }  // namespace
@@ -325,8 +339,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   value.check_unwritten();
-  const at::Tensor tensor = value.tensor();
-  return THPVariable_Wrap(is_lent(value, tensor) && is_read_by_python() ? tensor.clone() : tensor);
+  return THPVariable_Wrap(unshared(value, value.tensor()));
   END_HANDLE_TH_ERRORS
 }
 

@@ -5,7 +5,7 @@
 
 namespace fastact::recipes {
 
-// While a tensor is packed what is read is read to try recipes. So what the hooks outside give back is theirs again: some give
+// While a tensor is packed, values are read only to try recipes. So what the hooks outside give back is theirs again: some give
 // it only once.
 struct Packing {
   Packing() : outer(current) { current = this; }

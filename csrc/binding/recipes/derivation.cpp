@@ -78,40 +78,6 @@ bool choose(const py::object& object, bool is_assumed) {
   return true;
 }
 
-// Finds the strides of an op's output that isn't at hand: those of its operands, where these are dense and alike.
-void infer_strides(Value& recipe) {
-  const bool is_view = recipe.formula.is(formulas().reshape);
-  const bool is_norm = !PyCallable_Check(recipe.formula.ptr());  // one of several formulas
-  // Of a cast the node doesn't save which layout it was asked for.
-  if ((contains(formulas().movements, recipe.formula) && !is_view) || recipe.formula.is(formulas().cast)) {
-    return;
-  }
-  std::optional<at::DimVector> found;
-  for (const py::object& each : recipe.operands) {
-    if (!is_value(each)) {
-      continue;
-    }
-    const Value& value = value_of(each);
-    const auto strides = value.strides_of();
-    const auto sizes = value.sizes_of();
-    if (sizes != at::IntArrayRef(recipe.sizes) && !is_view) {
-      // Of what is broadcast two dimensions may already order the output's.
-      if (!is_norm && std::count_if(sizes.begin(), sizes.end(), [](int64_t size) { return size > 1; }) > 1) {
-        return;
-      }
-      continue;
-    }
-    if (!strides || !is_dense(sizes, *strides) || (found && *strides != at::IntArrayRef(*found))) {
-      return;
-    }
-    if ((is_view || is_norm) && !agree(sizes, *strides, c10::contiguous_strides(sizes))) {
-      return;
-    }
-    found = is_view ? c10::contiguous_strides(recipe.sizes) : at::DimVector(*strides);
-  }
-  recipe.strides_of_output = std::move(found);
-}
-
 // Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
 bool complete(const Step& step, const py::object& name, const py::object& object) {
   Value& recipe = value_of(object);
@@ -162,16 +128,11 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   }
   recipe.dtype = c10::typeMetaToScalarType(meta.dtype());
   recipe.device = meta.device();
-  if (meta.device().is_cpu()) {
-    const bool varies = contains(callbacks().varies, recipe.formula);
-    if (varies && std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
-          return is_value(each) && !value_of(each).strides_of();
-        })) {
-      return false;
-    }
-    if (!step.tensor) {
-      infer_strides(recipe);
-    }
+  if (meta.device().is_cpu() && contains(callbacks().varies, recipe.formula) &&
+      std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
+        return is_value(each) && !value_of(each).strides_of();
+      })) {
+    return false;
   }
   append(numbers, recipe.dtype, meta.device());
   recipe.configuration = number_of(numbers);

@@ -460,8 +460,8 @@ std::optional<at::DimVector> Builder::output_strides() const {
   if (root_->has_strides) {
     return is_dense(sizes_, root_->strides) ? std::optional(root_->strides) : std::nullopt;
   }
-  if (root_->strides_of_output && is_dense(sizes_, *root_->strides_of_output)) {
-    return root_->strides_of_output;
+  if (root_->strides_of_output) {
+    return is_dense(sizes_, *root_->strides_of_output) ? root_->strides_of_output : std::nullopt;
   }
   return dense_leaf_.defined() ? at::DimVector(dense_leaf_.strides()) : in_order;
 }

@@ -146,7 +146,7 @@ py::object operand(Step& step, size_t i, PyObject* name) {
     return name ? saved(step.python(), name) : py::object();
   }
   py::object value = find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
-  if (value && name && is_on_cpu(value_of(value)) && !value_of(value).strides_of()) {
+  if (value && name && is_on_cpu(value_of(value)) && !value_of(value).strides_of() && value_of(value).is_recipe()) {
     take_strides_of_saved(step, name, value_of(value));
   }
   return value;

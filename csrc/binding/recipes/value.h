@@ -64,6 +64,7 @@ struct Value {
   // Takes over the version, sizes and strides of the tensor that it stands for.
   void take_layout_of(const at::Tensor& tensor);
   bool remembers() const { return remembered_.defined(); }
+  // Whether what is held or remembered shares its memory.
   bool has_memory_of(const at::Tensor& tensor) const {
     return (held.defined() && held.is_alias_of(tensor)) || (remembers() && remembered_.is_alias_of(tensor));
   }
@@ -76,7 +77,7 @@ struct Value {
   std::optional<at::Device> device;
   at::DimVector sizes, strides;
   bool has_strides = false;
-  // Of a recipe that replaces none: the strides of the op's output, if they are known.
+  // Of a recipe that replaces none: the strides of the op's output, if a node has saved that or a clone of it.
   std::optional<at::DimVector> strides_of_output;
   int64_t configuration = -1;
 
