@@ -54,7 +54,8 @@ def _check_classes(name, classes):
     for kind in classes:
         if not isinstance(kind, type) or kind not in OURS:
             among = ", ".join(sorted(kind.__name__ for kind in OURS))
-            given = kind if isinstance(kind, (type, str)) else f"{type(kind).__name__} (inputs of that name go in a dict)"
+            is_input = isinstance(kind, (torch.Tensor, list, tuple, dict))
+            given = f"{type(kind).__name__} (inputs of that name go in a dict)" if is_input else kind
             raise ValueError(f"{name}: expected classes of torch.nn among {among}, got {given}")
     return classes
 
