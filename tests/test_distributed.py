@@ -325,13 +325,13 @@ def train(parallel, mesh, recomputes, dtype=None, unused=False, rank=0):
     return results
 
 
-def check_recompute(parallel, mesh, **options):
+def check_recompute(parallel, mesh, has_recipes=True, **options):
     expected = train(parallel, mesh, None, rank=mesh.get_local_rank(), **options)
     for recomputes in "scope", "convert":
         _C.recipes.forget_chosen()
         found = train(parallel, mesh, recomputes, rank=mesh.get_local_rank(), **options)
         assert_equal(found, expected)
-        assert any(formula is not None for formula in _C.recipes.chosen().values())
+        assert any(formula is not None for formula in _C.recipes.chosen().values()) or not has_recipes
 
 
 def ddp(hook=None, **options):
@@ -496,6 +496,16 @@ def split_blocks(model, mesh):
     return model
 
 
+def split_sequence(model, mesh):
+    """Norms and sums on parts of the sequence, linear layers on parts of the features."""
+    parts = Shard(0)
+    norm, wide = SequenceParallel(sequence_dim=0, use_local_output=True), ColwiseParallel(input_layouts=parts)
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"norm": norm, "up": wide, "down": RowwiseParallel(output_layouts=parts)})
+    head = ColwiseParallel(input_layouts=parts, output_layouts=Replicate())
+    return parallelize_module(model, mesh, {"stem": ColwiseParallel(output_layouts=parts), "norm": norm, "head": head})
+
+
 def recomputed(device, ranks):
     _C.recipes.set_smallest(0, 0)  # as in conftest.py
     mesh = init_device_mesh(device, (ranks,))
@@ -514,6 +524,8 @@ def recomputed(device, ranks):
     yield "FSDP2, not resharded", partial(check_recompute, fsdp(Block, reshard_after_forward=False), mesh)
     yield "FSDP2, checkpoint_wrapper", partial(check_recompute, fsdp(Block, checkpointed=True), mesh)
     yield "tensor parallel", partial(check_recompute, split_blocks, mesh)
+    # All that its layers save are DTensors.
+    yield "sequence parallel", partial(check_recompute, split_sequence, mesh, has_recipes=False)
     for use_orig_params in False, True:
         yield f"FSDP1, {use_orig_params=}", partial(check_fsdp1, mesh, use_orig_params=use_orig_params)
         yield (
