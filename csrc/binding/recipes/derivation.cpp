@@ -1,7 +1,6 @@
 #include "derivation.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/util/strides.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -14,7 +13,6 @@
 
 #include "../dtypes.h"
 #include "../origin.h"
-#include "../strides.h"
 #include "computing.h"
 #include "fusion.h"
 #include "parameters.h"
