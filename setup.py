@@ -206,6 +206,7 @@ class BuildWithRecord(BuildExtension):
 # -ffp-contract=off, -fmad=false: the formulas mean what they say, alpha * x + beta has two roundings on every machine.
 # -fno-trapping-math: without it the compiler vectorizes no conversion from half.
 # -falign-loops: where a loop begins is a matter of luck otherwise (backward of 2^22 float16 elements: 5 to 28%).
+# --threads: one for each architecture, of which a wheel has several.
 # -fopenmp: at::parallel_for, a template, is serial without it. It is not given to the linker, so that the calls meet the OpenMP
 # library that torch has loaded, with torch's threads, and not a second one. clang's calls are another library's, LLVM's.
 COMPILE_ARGS = {

@@ -173,6 +173,8 @@ class Copier:
         if id(value) not in self.copies:
             try:
                 self._start(value, kind)
+            except torch.cuda.OutOfMemoryError:  # the model's own tensor is no copy
+                raise
             except Exception as error:
                 if issubclass(kind, nn.Module):
                     raise TypeError(f"expected a model that can be copied, got {kind.__name__} in it: {error}") from error

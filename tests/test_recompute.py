@@ -1878,59 +1878,41 @@ def test_bools_of_any_byte(true, device):
     same_with_scope(run)
 
 
-def test_rrelu_in_training_and_then_not(device):
-    x = torch.randn(64, 16, device=device)
+def same_in_each_step(*steps):
+    """Each with a function of a batch; the first doesn't tell the rule's formula from another."""
 
     def run(scope):
         result = []
-        for training in (True, False, True):
+        for function, x in steps:
             torch.manual_seed(0)
             y = x.clone().requires_grad_()
             with scope():
-                loss = Keep.apply(F.rrelu(y * 1.0, training=training)).sum()
+                loss = Keep.apply(function(y * 1)).sum()
             loss.backward()
             result.append(y.grad)
         return result
 
     same_with_scope(run)
+
+
+def test_rrelu_in_training_and_then_not(device):
+    x = torch.randn(64, 16, device=device)
+    same_in_each_step(*((partial(F.rrelu, training=training), x) for training in (True, False, True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bound", [0.1, 0.3, -0.7])
 def test_threshold_between_two_numbers(dtype, bound, device):
+    function = partial(F.threshold, threshold=bound, value=0.0)
     at_bound = torch.tensor([-1.0, bound], dtype=dtype, device=device).repeat_interleave(32)
-
-    first = torch.randn(64, dtype=dtype, device=device)
-
-    def run(scope):
-        result = []
-        for x in (first, at_bound):
-            y = x.clone().requires_grad_()
-            with scope():
-                loss = Keep.apply(F.threshold(y * 1, bound, 0.0)).sum()
-            loss.backward()
-            result.append(y.grad)
-        return result
-
-    same_with_scope(run)
+    same_in_each_step((function, torch.randn(64, dtype=dtype, device=device)), (function, at_bound))
 
 
 @pytest.mark.parametrize("factor", [3, 41, 47, 64])
 def test_upsampling_rounds_as_pytorch(factor, device):
+    function = partial(F.interpolate, scale_factor=factor)
     by_channel = torch.randn(1, 4, 1, 1, device=device).expand(2, 4, 3, 3).contiguous()
-    batches = by_channel, torch.randn(2, 4, 3, 3, device=device)
-
-    def run(scope):
-        result = []
-        for x in batches:
-            y = x.clone().requires_grad_()
-            with scope():
-                loss = Keep.apply(F.interpolate(y * 1, scale_factor=factor)).sum()
-            loss.backward()
-            result.append(y.grad)
-        return result
-
-    same_with_scope(run)
+    same_in_each_step((function, by_channel), (function, torch.randn(2, 4, 3, 3, device=device)))
 
 
 def test_an_optimizer_that_counts_no_version():

@@ -63,6 +63,7 @@ class Candidates:
         return None, None
 
     def _choose(self, input, weight, bias, count, arguments, fuses):
+        """The first formula that fits in every trial; the op gives `count` statistics."""
         generator = torch.Generator(input.device).manual_seed(0)
         formulas = list(self.formulas)
         size = max(1, input.numel())
@@ -86,7 +87,7 @@ class Candidates:
             output, *found = self.op(input, weight, bias, *arguments)
             operands = input, weight, bias, *found[:count]
             formulas = [formula for formula in formulas if _fits(formula, fuses, operands, arguments, output)]
-            del output
+            del output  # or the next trial's would come on top
         return formulas[0] if formulas else None
 
     def _varies(self, input, weight, bias, arguments):
