@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from glob import glob
+from itertools import groupby
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -189,9 +190,23 @@ class BuildWithRecord(BuildExtension):
 
     def build_extension(self, extension):
         folder, self.build_temp = self.build_temp, f"{self.build_temp}/{extension.name}"  # two bindings share their sources
+        if extension.name.endswith("._C"):
+            extension.sources = self.joined(extension.sources)
         extension.library_dirs.append(f"{self.build_lib}/activations_cuda")  # where the kernels are, which come first
         super().build_extension(extension)
         self.build_temp = folder
+
+    def joined(self, sources):
+        """One source for each folder, which includes the folder's: most of what a compiler reads are PyTorch's headers."""
+        files = []
+        for folder, names in groupby(sources, key=os.path.dirname):
+            text = "".join(f'#include "{os.path.abspath(name)}"\n' for name in names)
+            file = Path(self.build_temp, folder).with_suffix(".cpp")
+            if not file.exists() or file.read_text() != text:  # ninja looks at its time
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
+            files.append(str(file))
+        return files
 
     def get_ext_filename(self, name):
         is_kernels = name.rpartition(".")[2] in KERNELS  # no Python module, so without the ABI in its name

@@ -68,7 +68,7 @@ at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
   return tensor.strides() == strides ? tensor : at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor);
 }
 
-const Formulas* known = nullptr;
+const Formulas* known_formulas = nullptr;
 
 // The half type that all elements of a float32 recipe came from, by movements alone, or undefined.
 at::ScalarType half_of(const Value& value) {
@@ -277,11 +277,11 @@ at::Tensor Value::apply(bool* is_new) {
 }
 
 void set_formulas(Formulas given) {
-  known = new Formulas(std::move(given));
+  known_formulas = new Formulas(std::move(given));
 }
 
 const Formulas& formulas() {
-  return *known;
+  return *known_formulas;
 }
 
 bool is_cast_back(const Value& value) {

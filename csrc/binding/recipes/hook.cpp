@@ -71,7 +71,7 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
 }
 
 // As factories make it: no subclass, not sparse, quantized, nested, conjugate or batched.
-bool is_plain(py::handle hook, PyObject* object, const at::Tensor& tensor) {
+bool is_ordinary(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   static auto& keys = *new std::unordered_map<int, c10::DispatchKeySet>();
   const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   const auto& types = callbacks().plain_types;
@@ -101,7 +101,7 @@ bool is_small(const at::Tensor& owner) {
 
 py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const py::object outer = attribute(hook, NAME("outer"));
-  if (!is_plain(hook, object, tensor)) {
+  if (!is_ordinary(hook, object, tensor)) {
     return keep(tensor, py::none(), outer);
   }
   const NodePointer& node = tensor.grad_fn();

@@ -43,9 +43,9 @@ struct PackedMasks {
   }
 };
 
-auto& registry() {
-  static auto& packed = *new PackedMasks();
-  return packed;
+auto& packed() {
+  static auto& masks = *new PackedMasks();
+  return masks;
 }
 
 }  // namespace
@@ -94,7 +94,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
     return {};  // somebody else's memory
   }
   const auto version = static_cast<int64_t>(owner._version());
-  auto& [masks, many] = registry();
+  auto& [masks, many] = packed();
   const auto found = masks.find(owner.unsafeGetTensorImpl());
   py::object value = py::none();
   if (found != masks.end() && !found->second.mask.expired()) {
@@ -108,7 +108,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
     const at::Tensor bits = assumes(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
     value = recipe_of(ConfigurationOf::mask, "bits", formulas().unpack_mask, keep(bits, py::none(), outer), py::tuple(), owner);
     if (masks.size() >= many) {
-      registry().forget_dead();
+      packed().forget_dead();
     }
     masks.insert_or_assign(
         owner.unsafeGetTensorImpl(),
@@ -119,8 +119,8 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
 }
 
 size_t packed_masks() {
-  registry().forget_dead();
-  return registry().masks.size();
+  packed().forget_dead();
+  return packed().masks.size();
 }
 
 }  // namespace fastact::recipes

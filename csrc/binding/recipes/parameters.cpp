@@ -10,7 +10,7 @@
 namespace fastact::recipes {
 namespace {
 
-Sharding known = {false, false};
+Sharding known_sharding = {false, false};
 
 bool is_parameter(const at::Tensor& tensor) {
   const py::object object = wrapped(tensor);
@@ -20,11 +20,11 @@ bool is_parameter(const at::Tensor& tensor) {
 }  // namespace
 
 void set_sharding(Sharding given) {
-  known = given;
+  known_sharding = given;
 }
 
 Sharding sharding() {
-  return known;
+  return known_sharding;
 }
 
 bool is_leaf(const torch::autograd::Edge& edge) {
@@ -33,15 +33,15 @@ bool is_leaf(const torch::autograd::Edge& edge) {
 }
 
 bool is_freed(const at::Tensor& parameter) {
-  return known.is_there || (known.may_be_flat && py::hasattr(wrapped(parameter), "_is_flat_param"));
+  return known_sharding.is_there || (known_sharding.may_be_flat && py::hasattr(wrapped(parameter), "_is_flat_param"));
 }
 
 bool is_freed_parameter(const at::Tensor& leaf) {
-  return (known.is_there || known.may_be_flat) && is_parameter(leaf) && is_freed(leaf);
+  return (known_sharding.is_there || known_sharding.may_be_flat) && is_parameter(leaf) && is_freed(leaf);
 }
 
 py::object copy_of(const at::Tensor& parameter) {
-  if (!known.is_there) {
+  if (!known_sharding.is_there) {
     return {};
   }
   const auto sizes = parameter.sizes();

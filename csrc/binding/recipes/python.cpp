@@ -7,16 +7,16 @@
 namespace fastact::recipes {
 namespace {
 
-const Callbacks* known = nullptr;
+const Callbacks* known_callbacks = nullptr;
 
 }  // namespace
 
 const Callbacks& callbacks() {
-  return *known;
+  return *known_callbacks;
 }
 
 void set_callbacks(const py::kwargs& given) {
-  known = new Callbacks(given);
+  known_callbacks = new Callbacks(given);
 }
 
 py::object name_of(const torch::autograd::Node& node) {
