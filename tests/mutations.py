@@ -245,9 +245,9 @@ RECOMPUTE = [
     Mutant("no verification", RECIPES + "hook.py", "if untried and not verify(recipe, untried, tensor):", "if False:"),
     Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
     Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
-    Mutant(
-        "trials with zeros", RECIPES + "verification.py", "if not self._varies(input, weight, bias, arguments):", "if False:"
-    ),
+    Mutant("trials with centered numbers", RECIPES + "verification.py", "normal_(mean=1.0, ", "normal_("),
+    Mutant("running statistics that were written to", RECIPES + "step.py", "not _C.recipes.is_last_saved(value)", "False"),
+    Mutant("complex numbers in any strides", DERIVATION, " || c10::isComplexType(recipe.dtype)", ""),
     Mutant("zeros prove a formula", RECIPES + "verification.py", " or _tells(tensor)", " or True"),
     Mutant(
         "an assumption proved by another",
@@ -265,7 +265,7 @@ RECOMPUTE = [
     ),
     Mutant("a view of other data", HOOK, " || !tensor.is_alias_of(base)", ""),
     Mutant("bools of one bit", "csrc/recipes/cpu/masks.cpp", "(bools[byte * 8 + i] != 0) << i", "bools[byte * 8 + i] << i"),
-    Mutant("a layout that nobody knows", DERIVATION, "contains(callbacks().varies, recipe.formula) &&", "false &&"),
+    Mutant("a layout that nobody knows", DERIVATION, "is_cpu() && varies(recipe) &&", "is_cpu() && false &&"),
     Mutant("other bits of a program", RECIPES + "verification.py", "each.fuses = False", "each.fuses = True"),
     Mutant("shift contracted as in affine", INSTRUCTIONS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),
     Mutant("not rounded between ops", FUSION, "rounded_to = element_of(recipe.dtype);", "rounded_to = Element::float32;"),

@@ -279,6 +279,21 @@ def test_outer_hooks_get_what_is_kept(layout):
     assert sum(within) < 0.8 * sum(without)
 
 
+@pytest.mark.parametrize("of", [lambda t: t[:1, :8].expand(64, 8), lambda t: t[:, ::100]], ids=["expanded", "gaps"])
+def test_outer_hooks_need_not_restore_strides_that_are_not_dense(of):
+    other, x = of(torch.randn(64, 800)), torch.randn(64, 8, requires_grad=True)
+    kept = []
+
+    def run(scope):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t), scope():
+            product = x * other
+        kept.append(product.grad_fn._saved_other.untyped_storage().nbytes())
+        return torch.autograd.grad(product.square().sum(), x)
+
+    same_with_scope(run)
+    assert kept[0] == kept[-1]
+
+
 def test_save_on_cpu_around():
     def run(scope):
         net, x = small_net()
@@ -978,6 +993,22 @@ def test_batch_norm_in_evaluation_then_in_training():
     same_with_scope(run)
 
 
+def test_batch_norm_in_training_before_its_output_is_saved():
+    """A clean and a noisy view, by the same norm, whose statistics the second has written to."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        net, result = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(2))), []
+        for _ in range(3):
+            x = torch.randn(32, 16)
+            with scope():
+                loss = (net.eval()(x) * net.train()(x + 3)).square().sum()
+            result += torch.autograd.grad(loss, net.parameters())
+        return result
+
+    same_with_scope(run)
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, partial(nn.GroupNorm, 2)])
 @pytest.mark.parametrize("bias_of", ["own", "tied", "other"])
 def test_frozen_biases(kind, bias_of):
@@ -1285,6 +1316,37 @@ def test_a_first_batch_that_proves_nothing(norm, first, dtype, device, determini
     same_with_scope(run)
 
 
+@pytest.mark.parametrize(
+    "net",
+    [
+        lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.GroupNorm(1, 4)),
+        lambda: nn.Sequential(nn.LayerNorm((4, 32, 32)), nn.GroupNorm(1, 4)),
+        lambda: nn.BatchNorm2d(4).half(),
+    ],
+    ids=["group", "layer, group", "batch"],
+)
+def test_a_first_batch_that_is_centered(net, device, deterministic):
+    """As it is behind another normalization: some formulas of the next one agree on it."""
+    _C.recipes.forget_chosen()
+    norms = net().to(device)
+    dtype = next(norms.parameters()).dtype
+
+    def run(scope):
+        own, generator, result = copy.deepcopy(norms), torch.Generator().manual_seed(3), []
+        gate = torch.ones(2, 4, 32, 32, device=device, dtype=dtype, requires_grad=True)
+        for step in range(20):
+            x = (torch.randn(gate.shape, generator=generator) + (step > 0)).to(gate).requires_grad_()
+            with scope():
+                loss = (own(x) * gate).sum()
+            result += torch.autograd.grad(loss, [gate])
+            with torch.no_grad():
+                for parameter in own.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
+        return result
+
+    same_with_scope(run)
+
+
 def test_zeros_prove_no_rule(monkeypatch):
     """Nor does NaN: a wrong one is found out as soon as there are other numbers."""
     monkeypatch.setitem(RULES, "NegBackward0", op(lambda input: input * -1.5, operands=(None,)))
@@ -1311,6 +1373,43 @@ def test_zeros_at_first_prove_no_function(function):
                 h = x * step
                 loss = (function(h[:, ::2].contiguous()) * w).square().sum() + h.square().sum()
             result += torch.autograd.grad(loss, [x, w])
+        return result
+
+    same_with_scope(run)
+
+
+def test_complex_numbers_in_a_layout_that_nobody_saves():
+    """The CPU multiplies them otherwise in vectors than one by one."""
+    phase = torch.polar(torch.ones(64, 96), torch.randn(64, 96))
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        w, gate = (torch.ones(*sizes, dtype=torch.cfloat, requires_grad=True) for sizes in ((96, 64), (64, 96)))
+        result = []
+        for step in range(3):
+            x = torch.randn(64, 96, dtype=torch.cfloat, generator=torch.Generator().manual_seed(step))
+            with scope():
+                loss = ((w.t().contiguous() * phase) * gate * x).abs().square().mean()
+            grads = torch.autograd.grad(loss, [w, gate])
+            result += map(torch.view_as_real, grads)
+            with torch.no_grad():
+                w.sub_(grads[0])
+        return result
+
+    same_with_scope(run)
+
+
+def test_rrelu_in_half_types_multiplies_by_what_it_does_not_save(device):
+    batches = [torch.randn(128, 128).sign(), torch.randn(128, 128)]
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        torch.manual_seed(0)
+        gate, result = torch.ones(128, 128, dtype=torch.bfloat16, device=device, requires_grad=True), []
+        for batch in batches:
+            with scope():
+                loss = (F.rrelu(batch.to(gate).requires_grad_(), training=True) * gate).sum()
+            result += torch.autograd.grad(loss, [gate])
         return result
 
     same_with_scope(run)

@@ -120,7 +120,13 @@ def rrelu(step: Step) -> Result:
     lower, upper, training = step.arguments("lower", "upper", "training")
     if not training:
         return F.leaky_relu, (step.operand(0, "self"),), ((lower + upper) / 2,)
-    return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
+    return times_noise, (step.operand(0, "self"), step.saved("noise")), ()
+
+
+def times_noise(input, noise):
+    if noise.element_size() == 2:
+        raise NotImplementedError("rrelu multiplies by what it rounds only to save it")
+    return input * noise
 
 
 def scale_of_dropout(p: float) -> tuple[float] | None:

@@ -1,9 +1,9 @@
 """The scope within which autograd saves recipes."""
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable
+from inspect import isasyncgenfunction, isclass, iscoroutinefunction, isgeneratorfunction
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -99,9 +99,9 @@ class recompute:
                 raise RuntimeError(f"recompute: {hook.mismatch}")
 
     def __call__(self, function: Function) -> Function:
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        if any(is_kind(function) for is_kind in (isclass, isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
             raise TypeError(
-                f"recompute: expected a function that returns when it is done, got {function.__name__}, which is suspended: "
+                f"recompute: expected a function that returns when it is done, got {function!r}: decorate a method of it, or "
                 "enter the scope within it"
             )
 

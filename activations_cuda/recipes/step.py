@@ -96,8 +96,9 @@ class Step:
         return _C.recipes.saved(self.node, _as_packed(name))
 
     def copy(self, name: str) -> Any:
-        """A copy of what the node saved under a name."""
+        """A copy of the vector that the node saved under a name, of which ops write to without counting a version."""
         value = self.saved(name)
+        self.is_assumed |= not _C.recipes.is_last_saved(value)
         with computing():
             return _C.recipes.keep(value.tensor().clone(), self._hook.outer)
 

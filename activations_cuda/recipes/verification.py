@@ -54,8 +54,6 @@ class Candidates:
         """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
         count = sum(isinstance(each, Tensor) for each in others)
         arguments = others[count:]
-        if not self._varies(input, weight, bias, arguments):
-            input = _random_like(input)
         for fuses in (True, False):  # the kernel is faster, and needs no temporaries
             formula = self._choose(input, weight, bias, count, arguments, fuses)
             if formula is not None:
@@ -65,6 +63,8 @@ class Candidates:
     def _choose(self, input, weight, bias, count, arguments, fuses):
         """The first formula that fits in every trial; the op gives `count` statistics."""
         generator = torch.Generator(input.device).manual_seed(0)
+        memory, input = _memory_like(input)
+        memory.normal_(mean=1.0, generator=generator)  # of centered numbers some formulas would make the same
         formulas = list(self.formulas)
         size = max(1, input.numel())
         enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
@@ -76,6 +76,8 @@ class Candidates:
             # PyTorch's own op, which fits, has no program.
             if not formulas or (trial >= enough and (len(formulas) < 2 or not fuses)):
                 break
+            if weight is None and bias is None and trial > 0:
+                memory.normal_(mean=1.0, generator=generator)
             if weight is not None:
                 weight = torch.empty_like(weight).normal_(generator=generator)
             if bias is not None:
@@ -90,20 +92,13 @@ class Candidates:
             del output  # or the next trial's would come on top
         return formulas[0] if formulas else None
 
-    def _varies(self, input, weight, bias, arguments):
-        """Whether most of what is normalized together varies: all formulas agree on zeros, NaN or one number."""
-        ones, zeros = (None if each is None else torch.full_like(each, value) for each, value in ((weight, 1), (bias, 0)))
-        normalized = self.op(input, ones, zeros, *arguments)[0]
-        dtype = torch.float32 if normalized.element_size() < 4 else normalized.dtype
-        return bool(torch.linalg.vector_norm(normalized, dtype=dtype) ** 2 > normalized.numel() / 2)
 
-
-def _random_like(tensor):
-    """Of the same strides, in memory that is as aligned. The numbers aren't centered, or some differences wouldn't show."""
+def _memory_like(tensor):
+    """Memory that is as aligned, and a tensor in it that has the same strides."""
     offset = tensor.storage_offset() % 16
     size = 1 + offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    numbers = tensor.new_empty(max(0, size)).normal_(mean=1.0, generator=torch.Generator(tensor.device).manual_seed(1))
-    return numbers.as_strided(tensor.shape, tensor.stride(), offset)
+    memory = tensor.new_empty(max(0, size))
+    return memory, memory.as_strided(tensor.shape, tensor.stride(), offset)
 
 
 def _tells(tensor):

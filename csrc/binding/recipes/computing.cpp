@@ -195,7 +195,8 @@ at::Tensor Value::compute(bool* is_temporary) {
   }
   if (held_outside) {
     const py::object result = fetch();
-    return in_strides(THPVariable_Unpack(result.ptr()), strides);
+    const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
+    return has_strides ? in_strides(tensor, strides) : tensor;
   }
   if (auto fused = compute_fused(*this)) {
     if (is_temporary) {

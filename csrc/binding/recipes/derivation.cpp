@@ -76,6 +76,14 @@ bool choose(const py::object& object, bool is_assumed) {
   return true;
 }
 
+// Whether PyTorch's op on the CPU rounds otherwise where its operands have other strides: most ops on complex numbers do.
+bool varies(const Value& recipe) {
+  return contains(callbacks().varies, recipe.formula) || c10::isComplexType(recipe.dtype) ||
+         std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
+           return is_value(each) && c10::isComplexType(value_of(each).dtype_of());
+         });
+}
+
 // Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
 bool complete(const Step& step, const py::object& name, const py::object& object) {
   Value& recipe = value_of(object);
@@ -126,7 +134,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   }
   recipe.dtype = c10::typeMetaToScalarType(meta.dtype());
   recipe.device = meta.device();
-  if (meta.device().is_cpu() && contains(callbacks().varies, recipe.formula) &&
+  if (meta.device().is_cpu() && varies(recipe) &&
       std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
         return is_value(each) && !value_of(each).strides_of();
       })) {

@@ -157,6 +157,7 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   }
   if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
     value.take_layout_of(tensor);
+    value.has_strides = is_dense(value.sizes, value.strides);  // others, as of what is expanded, the hooks needn't restore
     value.configuration = configuration_of(tensor);
   }
   value.hooks_outside = hooks;
