@@ -29,7 +29,7 @@ except ImportError:
             "activations-cuda: torch must be installed first, and pip's build isolation hides it: install torch, then run "
             "pip install --no-build-isolation . in the source tree"
         )
-    setup(version=VERSION, install_requires=["torch"])
+    setup(version=VERSION, install_requires=["torch", "tabulate"])
     sys.exit()
 
 
@@ -290,7 +290,7 @@ def requirement():
 kernels = [name for name in KERNELS if name == "libfastact_cpu" or not reason]
 setup(
     version=VERSION,
-    install_requires=[requirement()],
+    install_requires=[requirement(), "tabulate"],  # which prints memory_report's table
     ext_modules=[
         *(extension(name, KERNELS[name], installed.root, name == "libfastact_cuda") for name in kernels),
         *map(binding_extension, bindings),

@@ -1,4 +1,4 @@
-"""Puts the family in the place of PyTorch's own activations: in a model's modules, or in the functions that it calls."""
+"""Puts the family in place of PyTorch's own activations: in a model's modules, or in the functions that it calls."""
 
 import gc
 import logging
@@ -7,8 +7,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
-from inspect import signature
-from typing import Any
+from inspect import iscoroutinefunction, isgeneratorfunction, signature
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +33,8 @@ from activations_cuda.replacements import (
 from activations_cuda.survey import Survey, log, summary
 
 __all__ = ["ConvertMode", "convert", "converted", "revert"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 # PyTorch's ReLU saves its output for backward, which the next layer usually saves too. There the bits would be pure overhead. A
 # smooth activation pays where the next layer saves the output, and costs a second tensor where it doesn't.
@@ -105,11 +107,18 @@ def arguments_of(
 
 def _check_forward(model):
     """A class that is derived from the model's own must be what is called."""
-    name = type(model).__name__
-    if type(model).forward is nn.Module.forward or isinstance(model, torch.fx.GraphModule):
+    kind = original_of(type(model))
+    of_lightning = str(kind.forward.__module__).startswith(("lightning.", "pytorch_lightning."))
+    if kind.forward is nn.Module.forward or of_lightning or isinstance(model, torch.fx.GraphModule):
+        net = "convert the net that it calls, or use" if of_lightning else "use"
         raise ValueError(
-            f"convert: with recompute=True expected a model whose class has a forward, got {name}: use "
+            f"convert: with recompute=True expected a model whose class has a forward, got {kind.__name__}: {net} "
             "`with activations_cuda.recompute():` around the forward pass"
+        )
+    if isgeneratorfunction(kind.forward) or iscoroutinefunction(kind.forward):
+        raise ValueError(
+            f"convert: with recompute=True expected a forward that returns when it is done, got {kind.__name__}'s, which is "
+            "suspended"
         )
     if not calls_its_class(model):
         raise ValueError(
@@ -123,13 +132,13 @@ def _counted(classes):
 
 
 def convert(
-    model: nn.Module,
+    model: Model,
     *inputs: Any,
     classes: type | Iterable[type] | None = None,
     example_inputs: Any = None,
     recompute: bool = False,
     **keyword_inputs: Any,
-) -> nn.Module:
+) -> Model:
     """Let a model's activations save less for backward: the same numbers, in less memory.
 
     Called with the inputs of the model's forward pass, ``convert(model, x, mask=mask)``, it runs that pass once on a copy of
@@ -160,10 +169,11 @@ def convert(
 
     Returns:
         The model. What was converted, what was left alone and why, is logged in one line (logger ``activations_cuda``, level
-        INFO); where nothing pays, it is a warning. :func:`converted` counts the modules, :func:`memory_report` lists them.
+        INFO), or printed if nothing handles logs; where nothing pays, it is a warning. :func:`converted` counts the modules,
+        :func:`memory_report` lists them.
 
     Raises:
-        TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that are no arguments.
+        TypeError: not a module, a scripted one, with inputs an FSDP1-wrapped one, or inputs that are no arguments.
         ValueError: a class that isn't in the family, ``classes`` were named and the model has none of them to convert, or with
             ``recompute=True`` a model that has a forward of its own instead of its class's.
         RuntimeError: the forward pass depends on the values of tensors on the meta device.
@@ -178,24 +188,25 @@ def convert(
         considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
         found = Survey(model, args, kwargs, considered, recompute)
         names, lines = found.converts(), summary(found.decisions())
-        names = {_originals.get(module, module): functions for module, functions in names.items()}
         are_candidates = bool(found.calls)
     else:
         kinds = (*BY_DEFAULT, *(SMOOTH if recompute else ())) if named is None else named
         names = {
-            module: frozenset([FUNCTIONS[type(module)]])
+            module: frozenset([FUNCTIONS[kind]])
             for module in model.modules()
-            if type(module) in kinds
+            if (kind := original_of(type(module))) in kinds
             and calls_its_class(module)
-            and not is_patched(FUNCTIONS[type(module)])
-            and (named or _pays_by_default(FUNCTIONS[type(module)], getattr(module, "inplace", False)))
+            and not is_patched(FUNCTIONS[kind])
+            and (named or _pays_by_default(FUNCTIONS[kind], getattr(module, "inplace", False)))
         }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
-        lines = [_counted(map(type, names)) or (f"{others}, left alone" if others else "no activation of the family")]
+        kinds_found = _counted(original_of(type(module)) for module in names)
+        lines = [kinds_found or (f"{others}, left alone" if others else "no activation of the family")]
         are_candidates = False
     if named and not names:
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
+    names = {_originals.get(module, module): functions for module, functions in names.items()}
     scoped = []
     if surveyed or recompute:
         scoped = [module for module in model.modules() if recomputes(module)]  # by an earlier call
@@ -220,8 +231,9 @@ def convert(
 
 def _say(message, *arguments):
     """To whatever handles logs, or else to stderr."""
-    log.info(message, *arguments)
-    if not log.hasHandlers() and log.isEnabledFor(logging.INFO):
+    if log.hasHandlers():
+        log.info(message, *arguments)
+    elif log.level <= logging.INFO:
         print(message % arguments, file=sys.stderr)
 
 
@@ -242,6 +254,8 @@ def _replace(model, names):
 
 def _held_elsewhere(model, modules):
     """Those that are children of a module outside of the model's tree too, or were until a twin took their place there."""
+    if gc.get_freeze_count():  # what is frozen isn't found
+        return [module for module in modules if module is not model]
     own = {id(module._modules) for module in model.modules()}
     others = {id(each): each for each in gc.get_referrers(*modules) if isinstance(each, dict) and id(each) not in own}
     owners = gc.get_referrers(*others.values()) if others else []
@@ -274,7 +288,7 @@ def revert_all(model: nn.Module) -> None:
     _exchange(model, twins)
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: Model) -> Model:
     """Undo :func:`convert`: every module has its own class again.
 
     Args:
@@ -319,13 +333,13 @@ def converted(model: nn.Module) -> Counter[str]:
         TypeError: not a module.
     """
     check_model("converted", model)
-    return Counter(type(module).__name__ for module in filter(is_converted, model.modules()))
+    return Counter(type(module).__name__ for module in model.modules() if is_converted(module) or is_derived(module))
 
 
 class ConvertMode(FunctionMode):
     """Within it PyTorch's activation functions are this package's: ``F.relu6``, ``torch.relu_``, what ``nn.Hardtanh`` calls.
 
-    For models that call functions where :func:`convert` needs modules::
+    For calls outside of a model, which :func:`convert` doesn't reach::
 
         with activations_cuda.ConvertMode():
             loss = model(images).sum()

@@ -92,14 +92,16 @@ def _is_of(kind, packages):
 
 
 def _keeps_nothing(hook):
-    """Whether it is one of torch.nn.utils, such as weight_norm's, or a function that has no variable to leave a tensor in.
+    """Whether it is a library's, such as weight_norm's, or a function that has no variable to leave a tensor in.
 
     Others are the user's observers: they log, count and collect, and are not called.
     """
     if type(hook) is not FunctionType:
         return any(_is_of(kind, "torch.nn.utils.") for kind in type(hook).__mro__)
+    if _is_of(hook, "transformers.utils.output_capturing."):  # without it there are no hidden states
+        return True
     variables = [hook.__globals__.get(name) for name in hook.__code__.co_names]
-    variables += [cell.cell_contents for cell in hook.__closure__ or ()]
+    variables += hook.__closure__ or ()
     variables += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *hook.__code__.co_consts]
     names = {instruction.opname for instruction in dis.get_instructions(hook)}
     is_pure = EFFECTS.isdisjoint(hook.__code__.co_names) and names.isdisjoint(("STORE_GLOBAL", "IMPORT_NAME"))
@@ -107,6 +109,11 @@ def _keeps_nothing(hook):
 
 
 def _is_constant(value):
+    if type(value) is CellType:
+        try:
+            return _is_constant(value.cell_contents)
+        except ValueError:  # empty so far
+            return False
     if type(value) is ModuleType:
         return f"{value.__name__}.".startswith(("torch.", "math."))
     return type(value) is not type and (type(value) in ATOMIC or (type(value) is tuple and all(map(_is_constant, value))))
@@ -222,6 +229,8 @@ class Copier:
             self.unfilled += (lambda: self._fill(copy, value, base), lambda: self._fill_object(copy, value))
         elif kind in (weakref.ref, weakref.WeakMethod):
             copy = value if value() is None else kind(self._copy(value()))
+        elif kind in (weakref.ProxyType, weakref.CallableProxyType):
+            copy = weakref.proxy(self._copy(value.__init__.__self__))
         elif kind in WEAK_CONTAINERS:
             copy = kind()
             self.unfilled.append(lambda: self._fill_weakly(copy, value))

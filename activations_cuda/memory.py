@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,17 @@ from activations_cuda.conversion import arguments_of, check_model
 from activations_cuda.copies import unwrapped
 from activations_cuda.recipes.hook import Hook, unpack
 from activations_cuda.replacements import FUNCTIONS, class_for, original_of, set_class
-from activations_cuda.survey import Decision, Survey, run_copy, running_module, saved_storages, storages_of, summary
+from activations_cuda.survey import (
+    Decision,
+    Survey,
+    call_on_fakes,
+    name_of_ours,
+    run_copy,
+    running_module,
+    saved_storages,
+    storages_of,
+    summary,
+)
 
 __all__ = ["Decision", "LayerMemory", "MemoryReport", "memory_report", "require", "saved_bytes"]
 
@@ -76,17 +87,19 @@ class MemoryReport:
     def __str__(self) -> str:
         rows = [*self.layers, LayerMemory("in all", "", self.before, self.after, self.recompute)]
         others = ["after", *(["recompute"] if self.recompute is not None else [])]
-        headers = ["layer", "", "before, MiB"]
+        unit, size = ("MiB", 2**20) if self.before >= 2**20 else ("KiB", 2**10)
+        headers = ["layer", "", f"before, {unit}"]
         for column in others:
-            headers += [f"{column}, MiB", ""]
-        cells = [
-            [row.name, row.kind, f"{row.before / 2**20:.1f}"]
-            + [cell for column in others for cell in _compared(getattr(row, column), row.before)]
-            for row in rows
-        ]
+            headers += [f"{column}, {unit}", ""]
+        cells = []
+        for row in rows:
+            compared = [getattr(row, column) for column in others]
+            changes = [f"{bytes / row.before - 1:+.0%}" if row.before else "" for bytes in compared]
+            numbers = [f"{bytes / size:.1f}" for bytes in (row.before, *compared)]
+            cells.append([row.name, row.kind, numbers[0], *chain.from_iterable(zip(numbers[1:], changes, strict=True))])
         align = ["left", "left"] + ["right"] * (len(headers) - 2)
         table = require("tabulate").tabulate(cells, headers=headers, colalign=align, disable_numparse=True)
-        rules = [f"{size / 2**20:.1f} MiB by {name}" for name, size in Counter(self.recomputed).most_common()]
+        rules = [f"{bytes / size:.1f} {unit} by {name}" for name, bytes in Counter(self.recomputed).most_common()]
         return "\n".join([table, "", *summary(self.decisions), *(["recomputed: " + ", ".join(rules)] if rules else [])])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -116,18 +129,11 @@ class MemoryReport:
         plt.close(figure)
 
 
-def _compared(bytes, before):
-    return f"{bytes / 2**20:.1f}", f"{bytes / before - 1:+.0%}" if before else ""
-
-
 class _OutOfPlace(TorchFunctionMode):
     """For fake tensors, on which this package's ops in place copy: what follows is to see the op itself."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "namespace", None) == "fastact":
-            packet = getattr(torch.ops.fastact, func._schema.name.removeprefix("fastact::").removesuffix("_"))
-            func = getattr(packet, func._overloadname)
-        return func(*args, **(kwargs or {}))
+        return call_on_fakes(func, args, kwargs or {}) if name_of_ours(func) else func(*args, **(kwargs or {}))
 
 
 class Recomputed:
@@ -190,6 +196,10 @@ def memory_report(
     it is, converted or not. What several layers share counts once, with the first; parameters and
     buffers, which are there anyway, don't count. Before means PyTorch's own activations, after means
     ``convert(model, *inputs)``.
+
+    It counts what PyTorch's kernels for the model's device save; a model on the meta device counts as one on the CPU, where
+    attention with dropout saves more than on a GPU. What LSTM layers reserve for backward, and on a GPU GRU and RNN layers too,
+    isn't counted: for fake tensors it is empty.
 
     Args:
         model: the model, in training mode if that is what is asked about; it may be on the meta device.

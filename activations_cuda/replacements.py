@@ -38,7 +38,7 @@ FUNCTIONS = {kind: function_of(kind) for kind in OURS}
 
 
 def _unless_patched(function):
-    """None in the place of somebody's patch."""
+    """None in place of somebody's patch."""
     if isinstance(function, types.FunctionType) and function.__globals__["__name__"].startswith("torch."):
         return function
     return function if isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)) else None
@@ -60,31 +60,18 @@ def is_patched(name: str) -> bool:
 
 @cache
 def functions(names: frozenset[str]) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What to call in the place of torch.relu, torch.Tensor.relu_, torch.nn.functional.leaky_relu_ and their like."""
+    """What to call in place of torch.relu, torch.Tensor.relu_, torch.nn.functional.leaky_relu_ and their like."""
     table: dict[Callable[..., Any], Callable[..., Any]] = {}
     for (_, attribute), original in ORIGINAL_FUNCTIONS.items():
         name = attribute.removesuffix("_")
         if name in names and original:
             ours = getattr(functional, name)
-            if name != attribute:
-                table[original] = partial(ours, inplace=True)
-            else:
-                table[original] = ours if isinstance(original, types.FunctionType) else _or_out(ours, original)
+            table[original] = ours if name == attribute else partial(ours, inplace=True)
     return table
 
 
-def _or_out(ours, original):
-    """Ours, but PyTorch's if it is to write to another tensor, as torch.threshold can."""
-
-    @functools.wraps(ours)
-    def function(*args, **kwargs):
-        return original(*args, **kwargs) if "out" in kwargs else ours(*args, **kwargs)
-
-    return function
-
-
 class FunctionMode(TorchFunctionMode):
-    """Calls this package's functions of these names in the place of PyTorch's."""
+    """Calls this package's functions of these names in place of PyTorch's."""
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__()
@@ -93,8 +80,8 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         ours = self.functions.get(func)
-        # torch.fx traces with what is no tensor.
-        if ours is None or (types and not all(issubclass(kind, Tensor) for kind in types)):
+        # torch.threshold can write to another tensor; torch.fx traces with what is no tensor.
+        if ours is None or "out" in kwargs or (types and not all(issubclass(kind, Tensor) for kind in types)):
             return func(*args, **kwargs)
         return ours(*args, **kwargs) if self.is_meant(ours, args, kwargs) else func(*args, **kwargs)
 
@@ -106,7 +93,7 @@ MODULE_CALL = nn.Module._call_impl.__code__
 CHECKPOINT = unwrap(checkpoint).__code__
 
 
-def caller(*codes: types.CodeType) -> types.FrameType | None:
+def caller(*codes: types.CodeType | None) -> types.FrameType | None:
     """The innermost frame that runs one of these."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame and frame.f_code not in codes:

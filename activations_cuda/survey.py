@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature, unwrap
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from activations_cuda.replacements import (
     FUNCTIONS,
     MODULE_CALL,
     ORIGINAL_FUNCTIONS,
+    caller,
     calls_its_class,
     functions,
     is_patched,
@@ -44,8 +45,6 @@ from activations_cuda.replacements import (
 )
 
 log = logging.getLogger("activations_cuda")
-if log.level == logging.NOTSET:
-    log.setLevel(logging.INFO)
 
 LONG = 2  # seconds, after which a pass shows how far it is
 
@@ -128,9 +127,19 @@ def saved_storages(owner: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> It
         yield storages
 
 
-def _named(func):
+def name_of_ours(func: Any) -> str:
     """The name of one of this package's ops, such as relu6_; an empty one for any other function."""
     return func._schema.name.removeprefix("fastact::") if getattr(func, "namespace", None) == "fastact" else ""
+
+
+def call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
+    """One of this package's ops, out of place, such that it saves of fake tensors what it saves of real ones."""
+    name = name_of_ours(func).removesuffix("_")
+    with_mask = getattr(torch.ops.fastact, name + "_with_mask", None)
+    if with_mask is not None:
+        with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are left to PyTorch's op
+            return getattr(with_mask, func._overloadname)(*args, **kwargs)[0]
+    return getattr(getattr(torch.ops.fastact, name), func._overloadname)(*args, **kwargs)
 
 
 class _Watch(TorchFunctionMode):
@@ -148,11 +157,12 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = _named(func)
+        name = name_of_ours(func)
         if name:
             original = ORIGINAL_FUNCTIONS.get((nn.functional, name.removesuffix("_")))
             if original is None or func._overloadname != "default" or not hasattr(torch.ops.aten, name):
-                return _with_mask(func, name, args, kwargs)  # PyTorch has no such function
+                output = call_on_fakes(func, args, kwargs)  # PyTorch has no such function
+                return args[0].copy_(output) if name.endswith("_") else output
             func, kwargs = original, kwargs | ({"inplace": True} if name.endswith("_") else {})
         if _drops_in_place(func, kwargs):
             self._note_overwritten(args[0] if args else kwargs["input"])
@@ -193,13 +203,12 @@ def _drops_in_place(func, kwargs):
 
 def calls_from_forward(module: nn.Module) -> bool:
     """Whether it is its forward that calls here, not a hook of it, a module that it doesn't register, or a checkpoint."""
-    frame: FrameType | None = sys._getframe(1)
     forward = getattr(unwrap(type(module).forward), "__code__", None)
-    while frame and frame.f_code not in (MODULE_CALL, CHECKPOINT):
-        if frame.f_code is forward:
-            forward = None
-        frame = frame.f_back
-    return frame is not None and frame.f_code is MODULE_CALL and frame.f_locals["self"] is module and forward is None
+    frame = caller(forward, MODULE_CALL, CHECKPOINT)
+    if frame is None or frame.f_code is not forward:
+        return False
+    frame = caller(MODULE_CALL, CHECKPOINT)
+    return frame is not None and frame.f_code is MODULE_CALL and frame.f_locals["self"] is module
 
 
 def can_convert(module: nn.Module) -> bool:
@@ -225,16 +234,6 @@ def _bits(name, args, kwargs):
     except (NotImplementedError, ValueError):
         return None
     return bits.numel()
-
-
-def _with_mask(func, name, args, kwargs):
-    """Makes one of this package's ops save on fake tensors what it saves on real ones."""
-    packet = getattr(torch.ops.fastact, name.removesuffix("_") + "_with_mask", None)
-    if packet is not None:
-        with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are left to PyTorch's op
-            output, _ = getattr(packet, func._overloadname)(*args, **kwargs)
-            return args[0].copy_(output) if name.endswith("_") else output
-    return func(*args, **kwargs)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import gc
 import inspect
 import io
 import itertools
+import logging
 import pickle
 import random
 import subprocess
@@ -1163,6 +1164,7 @@ def test_an_error_leaves_the_model_as_it_was():
 
 def test_says_what_it_did(monkeypatch):
     messages = []
+    monkeypatch.setattr(log, "hasHandlers", lambda: True)
     monkeypatch.setattr(log, "info", lambda message, *arguments: messages.append(message % arguments))
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU6(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     activations_cuda.convert(model, example_inputs=torch.randn(99, 8))
@@ -1170,6 +1172,31 @@ def test_says_what_it_did(monkeypatch):
     messages.clear()
     activations_cuda.convert(nn.Linear(8, 8), example_inputs=torch.randn(9, 8))
     assert messages == ["convert: no activation of the family"]
+
+
+@pytest.mark.parametrize("level, is_said", [(logging.NOTSET, True), (logging.WARNING, False)])
+def test_where_nothing_handles_logs_it_is_printed(level, is_said, monkeypatch, capsys):
+    monkeypatch.setattr(log, "hasHandlers", lambda: False)
+    monkeypatch.setattr(log, "level", level)
+    activations_cuda.convert(nn.ReLU6())
+    assert ("convert: 1 ReLU6" in capsys.readouterr().err) == is_said
+
+
+@pytest.mark.parametrize("arguments", [{}, {"classes": [nn.ReLU6, nn.ReLU]}, {"recompute": True}], ids=str)
+def test_a_second_call_changes_nothing(arguments):
+    model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(inplace=True), nn.ReLU(), nn.Sequential(nn.ReLU6()))
+    activations_cuda.convert(model, **arguments)
+    kinds = [type(module) for module in model.modules()]
+    activations_cuda.convert(model, **arguments)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_heads_on_one_trunk():
+    trunk = nn.Sequential(nn.Linear(8, 8), nn.SiLU(inplace=True))
+    models = [nn.Sequential(trunk, nn.Linear(8, size)) for size in (1, 4)]
+    for model in models:
+        activations_cuda.convert(model, recompute=True)
+    assert all(activations_cuda.converted(model)["SiLU"] == 1 for model in models)
 
 
 class Borrows(nn.Module):

@@ -200,6 +200,9 @@ def test_lightning(precision, device, tmp_path, deterministic):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
+    with pytest.raises(ValueError, match="got Module: convert the net that it calls"):
+        activations_cuda.convert(Module(nn.Linear(1, 1)), recompute=True)
+
     def train(net):
         module = Module(net)
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -643,6 +643,72 @@ def test_hooks_that_do_more_than_compute_are_not_called(hook, capsys):
     assert not capsys.readouterr().out and not hasattr(logging.getLogger(), "seen")
 
 
+def test_a_hook_whose_closure_is_still_empty():
+    def hook(module, args, output):
+        return late(output)
+
+    model = Act()
+    model.register_forward_hook(hook)
+    activations_cuda.convert(model, torch.randn(ROWS))
+    late = torch.neg
+    assert model(torch.ones(ROWS)).shape == ROWS
+
+
+def test_hidden_states_that_transformers_collects_by_hooks():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16, num_attention_heads=2, intermediate_size=16, num_hidden_layers=2, vocab_size=8
+    )
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = transformers.BertModel(config)
+
+        def forward(self, ids):
+            return torch.stack(self.bert(ids, output_hidden_states=True).hidden_states).sum(0)
+
+    model, ids = Sum(), torch.arange(4)[None]
+    model(ids)  # which leaves the hooks
+    activations_cuda.convert(model, ids)
+    assert model(ids).shape == (1, 4, 16)
+
+
+def test_a_model_that_is_written_to_by_proxy():
+    class Child(nn.Module):
+        def __init__(self, parent):
+            super().__init__()
+            object.__setattr__(self, "parent", weakref.proxy(parent))
+
+        def forward(self, x):
+            self.parent.seen = x
+            return F.hardtanh(x)
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = Child(self)
+
+        def forward(self, x):
+            return self.child(x)
+
+    model = Parent()
+    activations_cuda.convert(model, torch.randn(ROWS))
+    assert not hasattr(model, "seen")
+
+
+def test_a_model_whose_objects_the_collector_ignores():
+    act = nn.ReLU6()
+    mine, theirs = nn.Sequential(act), nn.Sequential(act)
+    gc.freeze()
+    try:
+        activations_cuda.convert(mine)
+    finally:
+        gc.unfreeze()
+    assert activations_cuda.converted(mine) and not activations_cuda.converted(theirs)
+    assert activations_cuda.revert(mine)[0] is act
+
+
 def test_two_models_with_one_activation_in_any_order():
     act = nn.ReLU6()
     one, other = nn.Sequential(nn.LayerNorm(8), act), nn.Sequential(nn.LayerNorm(8), act)

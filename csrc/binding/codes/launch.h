@@ -16,7 +16,7 @@ std::tuple<at::Tensor, at::Tensor> encode(
 // In place. Returns beside the code the tensor whose memory order it has: `self`, or where that isn't dense, a dense copy.
 std::tuple<at::Tensor, at::Tensor> encode_inplace(const Smooth& activation, const Tables& tables, at::Tensor& self);
 
-// The output alone, in the place of a dense input.
+// The output alone, in place of a dense input.
 void look_up_inplace(const Tables& tables, at::Tensor& self);
 
 // The input of a dense output, with these strides.
