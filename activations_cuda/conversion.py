@@ -36,7 +36,7 @@ __all__ = ["ConvertMode", "convert", "converted", "revert"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# PyTorch's ReLU saves its output for backward, which the next layer usually saves too. There the bits would be pure overhead. A
+# PyTorch's ReLU saves its output for backward, which the next layer usually saves too: the bits would come on top. A
 # smooth activation pays where the next layer saves the output, and costs a second tensor where it doesn't.
 BY_DEFAULT = tuple(
     kind for kind, name in FUNCTIONS.items() if _C.family[name].pytorch_saves != "output" and not _C.family[name].saves_output

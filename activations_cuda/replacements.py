@@ -114,7 +114,8 @@ def _forward_mode(names):
     return _ForwardMode(names)
 
 
-# The methods of a converted class, in its own dict: its only base is the original, whose instances must have room for it.
+# The methods of a converted class, in its own dict: with a second base the layout of its instances would change, and a module's
+# `__class__` couldn't be set.
 
 
 def _get_name(self):

@@ -116,7 +116,7 @@ def saved_storages(owner: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> It
     storages: dict[StorageWeakRef, _Storage] = {}
 
     def pack(tensor):
-        tensor = tensor.detach()  # an output itself would keep its own graph alive
+        tensor = tensor.detach()  # because an output keeps its own graph alive
         for storage in storages_of(tensor):
             key = StorageWeakRef(storage)
             if key not in left_out:
@@ -279,7 +279,7 @@ def _uncompiled():
 
 def _fakes(device):
     """A function that makes fake tensors like others, and the mode that they belong to."""
-    # Without entering the mode: what a model makes of nothing, such as positions, is real, since it may stay in a cache.
+    # The mode isn't entered, so what a model creates, such as positions, is real: it may stay in a cache.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor):

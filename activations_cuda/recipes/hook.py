@@ -129,7 +129,8 @@ def _failed(tensor, error):
     log.debug("recompute: kept a tensor of shape %s: %r", list(tensor.shape), error)
 
 
-# In bytes: to compute less again takes time for next to no memory. A parameter's copy in another dtype isn't one of many.
+# In bytes: computing less again takes time for next to no memory. The second is for a parameter's copy in another dtype, of
+# which a forward pass makes only one.
 SMALLEST = 2**14
 SMALLEST_COPY_OF_PARAMETER = 2**20
 

@@ -35,12 +35,15 @@ def _along_channels(x, *tensors):
 
 
 def _closest(x, mean, rstd):
-    """Of each column the normalized element that is closest to 0."""
+    """Of each column the normalized element that is closest to 0.
+
+    A bias that cancels its product with the weight leaves nothing but their rounding, which tells formulas apart.
+    """
     normalized = (x.double() - mean.double()) * rstd.double()
     return normalized.gather(0, normalized.abs().argmin(0, keepdim=True))[0]
 
 
-SAMPLES, ROWS = 8, 512  # that it is looked for in
+SAMPLES, ROWS = 8, 512  # in which it is looked for: enough for one that is close to 0
 
 
 def _closest_of_channels(x, mean, rstd, *_):
@@ -59,7 +62,7 @@ def _bias(step, i, weight):
     if step.node.next_functions[i][0] is not None:
         return step.operand(i)
     if weight is None:
-        step.is_assumed = True  # most likely there is none
+        step.is_assumed = True  # neither a weight nor an edge of a bias: most likely affine=False
         return None
     norm = step.norm(weight)
     if norm is None:
@@ -69,7 +72,7 @@ def _bias(step, i, weight):
 
 
 def _into(out, kept, function, *tensors):
-    """The result in the memory of a temporary, unless it is what is kept."""
+    """The result, in the memory of `out` unless that is the saved tensor itself."""
     return function(*tensors) if out is kept else function(*tensors, out=out)
 
 

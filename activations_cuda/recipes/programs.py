@@ -98,7 +98,7 @@ TABULATED = frozenset(
     }
 )
 
-# Of one formula, since an argument may change from step to step. None is ever dropped: a CUDA graph may read it.
+# For each formula, because an argument may change from step to step. None is ever dropped: a CUDA graph may read it.
 MAX_TABLES = 16
 
 _tables: dict[Any, Tensor | None] = {}

@@ -130,7 +130,7 @@ def times_noise(input, noise):
 
 
 def scale_of_dropout(p: float) -> tuple[float] | None:
-    return None if p == 1 else (1 / (1 - p),)  # the former is zeros, whatever the input
+    return None if p == 1 else (1 / (1 - p),)  # p=1 gives zeros, which need no recipe
 
 
 def scaled(input, mask, scale):

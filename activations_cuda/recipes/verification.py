@@ -24,9 +24,9 @@ log = logging.getLogger("activations_cuda")
 
 Formula = Callable[..., Tensor]
 
-ELEMENTS_TRIED = 2**22  # at least, in at most so many trials
+ELEMENTS_TRIED = 2**22  # of each formula, at least, but in no more than MAX_TRIALS
 MAX_TRIALS = 64
-# While formulas are left that differ: of a small tensor in a half type few elements show it.
+# While several formulas are left: few elements of a small tensor in a half type show a difference.
 MAX_ELEMENTS_TRIED = 2**24
 MAX_TRIALS_TO_DECIDE = 1024
 ELEMENTS_COMPARED = 2**24  # at once
@@ -89,7 +89,7 @@ class Candidates:
             output, *found = self.op(input, weight, bias, *arguments)
             operands = input, weight, bias, *found[:count]
             formulas = [formula for formula in formulas if _fits(formula, fuses, operands, arguments, output)]
-            del output  # or the next trial's would come on top
+            del output  # before the next trial allocates its own
         return formulas[0] if formulas else None
 
 

@@ -59,7 +59,7 @@ FASTACT_HOST_DEVICE constexpr bool is_norm(Opcode opcode) {
          opcode == Opcode::group_norm || opcode == Opcode::layer_norm;
 }
 
-// The exponents of the instruction `power`.
+// Whether the instruction `power` can have this exponent.
 constexpr bool is_known_exponent(float a) {
   return a == 2 || a == 3;
 }

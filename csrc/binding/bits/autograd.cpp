@@ -32,8 +32,8 @@ using torch::autograd::variable_list;
 struct Rule {
   Slopes slopes;
   c10::SymDimVector mask_strides;  // if that is a mask
-  // Of the tensor that PyTorch's op would have saved; none if they are the mask's, as they mostly are: what isn't copied costs
-  // no time.
+  // Of the tensor that PyTorch's op would have saved; empty if they are the mask's, the common case, because copying them costs
+  // time.
   c10::SymDimVector saved_strides;
   bool reads_gradient_first;
 };

@@ -109,7 +109,7 @@ Tensor aligned(const Tensor& code) {
   return reinterpret_cast<uintptr_t>(const_data(code)) % sizeof(uint64_t) == 0 ? code : code.clone();
 }
 
-// A copy with these strides: PyTorch's CPU ops compute a tensor that isn't contiguous otherwise. What is expanded stays
+// A copy with these strides, because PyTorch's CPU ops compute a non-contiguous tensor differently. What is expanded stays
 // expanded.
 Tensor laid_out(const Tensor& self, at::IntArrayRef strides) {
   Tensor once = self;

@@ -23,8 +23,8 @@
 
 namespace fastact::recipes {
 
-// The values that remember their tensor until the end of a backward pass. Only the pass itself owns this, by a callback; so
-// they forget at its end, even if it fails.
+// The values that remember their tensor until the end of a backward pass. A callback owns this, which the engine drops when the
+// pass ends or fails; then they forget.
 struct Pass {
   explicit Pass(int task) : task(task) {}
   ~Pass();
@@ -204,10 +204,11 @@ at::Tensor Value::compute(bool* is_temporary) {
     }
     return *std::move(fused);
   }
+  const auto wanted = strides_of();
   const bool is_back = is_cast_back(*this);
   if (is_back || (!formula.is(formulas().cast) && half_of(*this) != at::ScalarType::Undefined)) {
     const at::Tensor tensor = is_back ? in_half(value_of(operands[0])) : in_half(*this).to(at::kFloat);
-    return strides_of() ? in_strides(tensor, *strides_of()) : tensor;
+    return wanted ? in_strides(tensor, *wanted) : tensor;
   }
   if (formula.is(formulas().as_strided)) {
     const at::Tensor base = value_of(operands[0]).tensor();
@@ -225,7 +226,6 @@ at::Tensor Value::compute(bool* is_temporary) {
   } else {
     tensor = apply(&is_new);
   }
-  const auto wanted = strides_of();
   const at::Tensor strided = wanted ? in_strides(tensor, *wanted) : tensor;
   if (is_temporary) {
     *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;

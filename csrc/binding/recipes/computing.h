@@ -5,8 +5,8 @@
 
 namespace fastact::recipes {
 
-// While a tensor is packed, values are read only to try recipes. So what the hooks outside give back is theirs again: some give
-// it only once.
+// While a tensor is packed, values are read only to verify recipes. The hooks around the scope then get their tensor back,
+// because those that offload asynchronously return each one once.
 struct Packing {
   Packing() : outer(current) { current = this; }
   ~Packing() { current = outer; }

@@ -62,15 +62,17 @@ int64_t number_of_object(py::handle object) {
 bool choose(const py::object& object, bool is_assumed) {
   Value& recipe = value_of(object);
   const auto known = chosen().find(recipe.configuration);
-  const bool is_known = known != chosen().end();
-  if (is_known && known->second.formula.is_none()) {
-    return false;
-  }
-  if (is_known) {
+  if (known != chosen().end()) {
+    if (known->second.formula.is_none()) {
+      return false;
+    }
     recipe.formula = known->second.formula;
     recipe.fuses = known->second.fuses;
+    if (!is_assumed) {
+      return true;
+    }
   }
-  if ((!is_known || is_assumed) && Derivation::current) {
+  if (Derivation::current) {
     Derivation::current->untried.emplace_back(object, recipe.formula);
   }
   return true;

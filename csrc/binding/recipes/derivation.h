@@ -12,8 +12,8 @@
 
 namespace fastact::recipes {
 
-// While a recipe is made: those that haven't been verified, with their formulas as the rules give them, and those of its
-// operands that nobody has saved, null where they can't be derived: of several rules each would find that out again.
+// The state of one derivation: `untried`, the recipes that must be verified, with the formulas that the rules gave them;
+// `between`, the operands that nobody has saved, null where they can't be derived, so that it is found out once.
 struct Derivation {
   Derivation() : outer(current) { current = this; }
   ~Derivation() { current = outer; }

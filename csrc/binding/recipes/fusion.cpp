@@ -25,7 +25,7 @@ namespace fastact::recipes {
 namespace {
 
 // How the dimensions of an operand belong to the output's: as in broadcasting, or one for each channel, or for each group of
-// channels in each sample. Those of a table don't.
+// channels in each sample. A table has none of them.
 enum class Place { broadcast, channels, groups, table };
 
 // A reference of a formula's instruction: to an operand of the formula, to an argument, or a number. The number also stands for
@@ -156,7 +156,7 @@ class Builder {
   // Appends what computes a recipe's element.
   bool append(Value& recipe) {
     if (!recipe.fuses || !is_float(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) ||
-        !agrees_on_half(recipe.dtype)) {
+        !adopt_half(recipe.dtype)) {
       return false;
     }
     ++formulas_;
@@ -188,8 +188,8 @@ class Builder {
   // Appends what computes the gradient, which the root is: by an instruction, and by factors if it is of those.
   bool append_gradient(Value& input, Value& grad, Opcode opcode, Value* factors, bool is_alone) {
     Instruction instruction = {opcode, element_of(root_->dtype), {}};
-    return agrees_on_half(root_->dtype) && append_operand(*root_, input) &&
-           (formulas_ > 0 || is_alone) &&  // else PyTorch's op reads no less
+    return adopt_half(root_->dtype) && append_operand(*root_, input) &&
+           (formulas_ > 0 || is_alone) &&  // otherwise nothing is fused, and PyTorch's op is as fast
            add_leaf(*root_, grad, Place::broadcast, &instruction.reference[0]) &&
            (!factors || add_leaf(*root_, *factors, Place::table, &instruction.reference[1])) && add(instruction);
   }
@@ -205,9 +205,9 @@ class Builder {
   std::optional<at::DimVector> output_strides() const;
   std::optional<Geometry> lay_out(const at::DimVector& strides);
 
-  bool is_view() const { return sizes_ != root_->sizes; }
+  bool is_reshaped() const { return sizes_ != root_->sizes; }
 
-  bool agrees_on_half(at::ScalarType dtype) {
+  bool adopt_half(at::ScalarType dtype) {
     if (is_half(dtype)) {
       const bool is_other = half_ != at::ScalarType::Undefined && half_ != dtype;
       half_ = dtype;
@@ -225,15 +225,15 @@ class Builder {
     return add_leaf(reader, value, Place::broadcast, &instruction.reference[0]) && add(instruction);
   }
 
-  // Appends it if it can be part of this program and is better so. What has other readers is computed once for all of them,
-  // unless it takes no more reading than its own tensor would.
+  // Appends it if it can be part of this program and is better so. With other readers it is computed once for all of them,
+  // unless that would read no fewer tensors of the output's size than computing it here.
   bool try_inline(const Value& reader, Value& value) {
     if (!can_be_inlined(reader, value)) {
       return false;
     }
     const Builder before = *this;
     Value* found = &value;
-    if (value.formula.is(formulas().reshape) && has_dense_sizes(reader) && is_value(value.operands[0])) {
+    if (value.formula.is(formulas().reshape) && counts_in_output_sizes(reader) && is_value(value.operands[0])) {
       found = &value_of(value.operands[0]);  // in whose sizes the program counts
       if (!found->is_recipe() || found->remembers()) {
         return false;
@@ -253,7 +253,7 @@ class Builder {
   }
 
   // Whether the program still counts in its output's sizes.
-  bool has_dense_sizes(const Value& reader) const {
+  bool counts_in_output_sizes(const Value& reader) const {
     return at::IntArrayRef(sizes_) == at::IntArrayRef(root_->sizes) && at::IntArrayRef(reader.sizes) == at::IntArrayRef(sizes_);
   }
 
@@ -336,7 +336,7 @@ class Builder {
     const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) &&
                          at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
     if (leaves_.size() == Program::kMaxOperands ||
-        (!is_bits && (!is_float(value.dtype_of()) || !agrees_on_half(value.dtype_of())))) {
+        (!is_bits && (!is_float(value.dtype_of()) || !adopt_half(value.dtype_of())))) {
       return false;
     }
     reference->operand = static_cast<int8_t>(leaves_.size());
@@ -350,7 +350,7 @@ class Builder {
     return instructions_.size() <= Program::kMaxInstructions;
   }
 
-  // An op stored its result in its dtype. One without instructions of its own is a cast.
+  // Rounds as the op did when it stored its result. A cast has no instruction of its own: it rounds the one before.
   bool finish(const Value& recipe, size_t own_instructions) {
     Element& rounded_to = instructions_.back().rounded_to;
     if (own_instructions > 0 || rounded_to == Element::float32) {
@@ -395,7 +395,7 @@ std::optional<at::DimVector> strides_along(
 }
 
 // Whether PyTorch's own op on the CPU may round otherwise, in vectors and beyond them.
-bool is_for_cuda(const Instruction& instruction) {
+bool varies_on_cpu(const Instruction& instruction) {
   return instruction.opcode == Opcode::silu || instruction.opcode == Opcode::silu_gradient ||
          instruction.opcode == Opcode::tanh || (instruction.opcode == Opcode::add && instruction.reference[1].number != 1);
 }
@@ -453,7 +453,7 @@ bool Builder::read_leaves() {
 
 std::optional<at::DimVector> Builder::output_strides() const {
   const at::DimVector in_order = c10::contiguous_strides(sizes_);
-  if (is_view()) {
+  if (is_reshaped()) {
     const bool is_in_order = !root_->has_strides || root_->strides == c10::contiguous_strides(root_->sizes);
     return is_in_order ? std::optional(in_order) : std::nullopt;
   }
@@ -507,7 +507,7 @@ std::optional<Geometry> Builder::lay_out(const at::DimVector& strides) {
 std::optional<at::Tensor> Builder::run() {
   const auto device = leaves_[0].value->device_of();
   const bool is_on_cpu = device && device->is_cpu();
-  if (is_on_cpu && (flushes_subnormals() || std::any_of(instructions_.begin(), instructions_.end(), is_for_cuda))) {
+  if (is_on_cpu && (flushes_subnormals() || std::any_of(instructions_.begin(), instructions_.end(), varies_on_cpu))) {
     return std::nullopt;
   }
   if (c10::multiply_integers(sizes_) == 0 || !read_leaves()) {
@@ -533,7 +533,7 @@ std::optional<at::Tensor> Builder::run() {
   program.output = output.data_ptr();
   program.element = element_of(root_->dtype);
   launch(program, output);
-  return is_view() ? output.view(root_->sizes) : output;
+  return is_reshaped() ? output.view(root_->sizes) : output;
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ struct {
   int64_t any = 0, of_parameter = 0;
 } smallest;
 
-// The value of a tensor that is about to be written to, which isn't written to with it.
+// A value that still gives what a tensor holds once the tensor is written to.
 py::object before_write(const py::object& value, const at::Tensor& tensor, const py::object& outer) {
   const auto& roots = value_of(value).roots;
   const bool is_written = std::any_of(roots.begin(), roots.end(), [&](const py::object& root) {
@@ -88,11 +88,11 @@ bool is_ordinary(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   return tensor.key_set() == plain;
 }
 
-// Whether a tensor's memory isn't worth the time to compute it again; a parameter's copy in another dtype, of which there is
-// one in a forward pass, may be larger.
+// Whether a tensor is too small to be worth computing again. The limit is higher for a parameter's copy in another dtype,
+// because a forward pass makes only one.
 bool is_small(const at::Tensor& owner) {
   const auto bytes = static_cast<int64_t>(owner.storage().nbytes());
-  if (bytes < smallest.any || bytes >= smallest.of_parameter) {  // as most are: the node needn't be asked
+  if (bytes < smallest.any || bytes >= smallest.of_parameter) {  // most are, and the node needn't be asked
     return bytes < smallest.any;
   }
   const auto& node = owner.grad_fn();

@@ -17,7 +17,7 @@
 namespace fastact::recipes {
 namespace {
 
-// Runs a kernel of either device, of bytes of bits.
+// Runs a kernel of the CPU on ranges of bytes of bits.
 template <class Kernel>
 void parallel(int64_t n, const Kernel& kernel) {
   at::parallel_for(0, (n + 7) / 8, at::internal::GRAIN_SIZE / 8, kernel);
@@ -30,7 +30,7 @@ struct PackedMask {
   py::weakref value, hook;
 };
 
-// By their addresses; those that are gone are found when there are many.
+// By their addresses. Those of masks that are gone are erased whenever there are twice as many.
 struct PackedMasks {
   std::unordered_map<const c10::TensorImpl*, PackedMask> masks;
   size_t many = 64;

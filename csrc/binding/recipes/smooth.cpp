@@ -114,7 +114,7 @@ struct SmoothBackward : Node, WithOrigin {
     return fields_.input.unpack();
   }
 
-  // Null where that can't be, or is for PyTorch's op.
+  // None where PyTorch's op must compute the gradient.
   std::optional<at::Tensor> through_recipe(const at::Tensor& grad) {
     const auto dtype = grad.scalar_type();
     if (!grad.is_cuda() || !is_plain(grad) || (dtype == at::kFloat ? !activation_.gradient_opcode : !is_half(dtype))) {

@@ -1,8 +1,8 @@
 // What stands for a saved tensor: the tensor itself, kept, or a recipe, which computes it from other values.
 //
-// A value is a Python object, since autograd's hooks give and take those. It is owned by whoever saved it, that is by the
-// result of the hook, and by the recipes that need it, so nothing lives longer than PyTorch would keep it, but for what a
-// recipe reads. It doesn't own a node of the graph: that would be a cycle. All of this runs under the GIL, which is its lock.
+// A value is a Python object, since autograd's hooks give and take those. It is owned by the node that saved it, through the
+// result of the hook, and by the recipes that read it: only what a recipe reads may outlive what PyTorch would have kept. It
+// doesn't own a node of the graph: that would be a cycle. All of this runs under the GIL, which is its lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -72,7 +72,7 @@ struct Value {
   int64_t version = 0;
   int readers = 0;    // hooks' results and recipes
   py::object source;  // the name of the node, or none
-  // Of the tensor, unless it is held. A recipe's result may have any strides if it replaces none.
+  // The layout, where no tensor is held. A recipe that stands for no saved tensor has no strides of its own.
   at::ScalarType dtype = at::ScalarType::Undefined;
   std::optional<at::Device> device;
   at::DimVector sizes, strides;
@@ -96,7 +96,7 @@ struct Value {
   bool fuses = true;                             // whether it may be part of a program, see fusion.h
   bool is_assumed = false;                       // whether it rests on an assumption, and so must be compared itself
   int depth = 0;
-  int max_writes = 0;  // of the tensor's version, those that its ops may have made themselves, in place
+  int max_writes = 0;  // the highest version that its own ops explain: beyond it, somebody else has written to the tensor
 
  private:
   friend struct Pass;
