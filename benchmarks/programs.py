@@ -92,6 +92,11 @@ FORMS = {
     "batch norm, residual, ReLU": (lambda: images(96), residual, 6),
     "batch norm of cuDNN, ReLU6": (lambda: images(96), lambda x: relu6(x, batch_norm(x, norms._batch_norm_scaled)), 4),
     "batch norm, contiguous": (lambda: images(96, memory_format=torch.contiguous_format), batch_norm, 4),
+    "batch norm, ReLU6, contiguous, 7 x 7": (
+        lambda: images(96, 7, torch.contiguous_format),
+        lambda x: relu6(x, batch_norm(x)),
+        4,
+    ),
     "group norm, SiLU": (lambda: images(320, 32, torch.contiguous_format), lambda x: silu(x, group_norm(x)), 4),
     "layer norm": (lambda: numbers(ELEMENTS // 768, 768), layer_norm, 4),
     "SwiGLU": (lambda: numbers(ELEMENTS // 5632, 5632), swiglu, 6),

@@ -6,11 +6,21 @@
 namespace fastact::cuda {
 namespace {
 
-// What an instruction of a form reads. `dense` has the output's layout and dtype, `dense_any` and `bits` its layout. Parameters
-// are the same in all rows (`column`) or in all of a row (`row`), and float32, or of the half type (`half_column`). `same_row`
-// has its element where the reference before it has. A `gate` has the output's dtype and, if vectors are along a row, one
-// element for it, else vectors. `any` may lie anyhow, and a `table` is no tensor of the output's elements.
-enum class Layout : uint8_t { number, stash, dense, dense_any, bits, column, half_column, row, same_row, gate, any, table };
+// How what an instruction of a form reads lies in memory, beside the output.
+enum class Layout : uint8_t {
+  number,
+  stash,
+  dense,        // as the output, and in its dtype
+  dense_any,    // as the output, in any dtype
+  bits,         // as the output, a bit for each element
+  column,       // the same in all rows, in float32
+  half_column,  // the same in all rows, in the half type
+  row,          // the same in all of a row, in float32
+  same_row,     // where the reference before it is, in float32
+  gate,         // in the output's dtype: in vectors, or but for Spread::columns the same in all of a row
+  any,
+  table,  // not of the output's elements
+};
 
 template <Opcode opcode_, Layout... layouts>
 struct InstructionOf {
@@ -22,10 +32,15 @@ struct InstructionOf {
   }
 };
 
+// Where a thread's vectors are: the same columns of several rows, which share what is the same in all rows; the same row, whose
+// length must fit; or anywhere, as a row may end within a vector.
+enum class Spread : uint8_t { columns, row, anywhere };
+
 // The instructions of a program of at most so many dimensions, and how many vectors a thread has.
 template <int vectors_, int dims_, class... Instructions>
 struct Form {
-  static constexpr bool is_known = true, is_along = false;
+  static constexpr bool is_known = true;
+  static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = vectors_, dims = dims_, instructions = sizeof...(Instructions);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
   static constexpr int blocks = 1;  // of a multiprocessor, at least: for more ptxas would spill registers here
@@ -45,19 +60,19 @@ struct Form {
   }
 };
 
-// With the vectors along a row.
-template <int vectors, int dims, class... Instructions>
-struct FormAlong : Form<vectors, dims, Instructions...> {
-  static constexpr bool is_along = true;
+template <int vectors, int dims, Spread spread_, class... Instructions>
+struct FormOfRows : Form<vectors, dims, Instructions...> {
+  static constexpr Spread spread = spread_;
 };
 
 struct Interpreted {
-  static constexpr bool is_known = false, is_along = false;
+  static constexpr bool is_known = false;
+  static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = 1, dims = Program::kMaxDims;
   static constexpr int blocks = 1;  // or ptxas would spill registers for more
 };
 
-bool has_layout(const Program& program, const Instruction& instruction, int r, Layout layout, bool is_along) {
+bool has_layout(const Program& program, const Instruction& instruction, int r, Layout layout, Spread spread) {
   const Reference& reference = instruction.reference[r];
   if (layout == Layout::number) {
     return reference.operand == Reference::kNumber;
@@ -88,7 +103,7 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
         case Layout::row:
           return (dim > 0 || stride == 0) && operand.element == Element::float32;
         case Layout::gate:
-          return (dim > 0 || stride == !is_along) && operand.element == program.element;
+          return (dim > 0 || stride == (spread == Spread::columns)) && operand.element == program.element;
         case Layout::same_row:
           return stride == program.operand[instruction.reference[r - 1].operand].stride[dim] &&
                  operand.element == Element::float32;
@@ -107,7 +122,7 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
 template <int n, class Form>
 bool has_form(const Program& program) {
   if (program.instructions != Form::instructions || program.dims > Form::dims ||
-      (Form::is_along && program.size[0] % (Form::vectors * n) != 0)) {
+      (Form::spread == Spread::row && program.size[0] % (Form::vectors * n) != 0)) {
     return false;
   }
   for (int k = 0; k < program.instructions; ++k) {
@@ -116,7 +131,7 @@ bool has_form(const Program& program) {
       return false;
     }
     for (int r = 0; r < references_of(instruction.opcode); ++r) {
-      if (!has_layout(program, instruction, r, Form::layout(k, r), Form::is_along)) {
+      if (!has_layout(program, instruction, r, Form::layout(k, r), Form::spread)) {
         return false;
       }
     }

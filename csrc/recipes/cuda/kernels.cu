@@ -1,9 +1,9 @@
-// The GPU's kernel. A thread computes a few vectors: in one column, so that what is the same in all rows, as a channel's
-// statistics are in channels-last, is read once; or along one row, if that is what shares it.
+// The GPU's kernel. A thread computes a few vectors, of the same columns where what is the same in all rows is read once, as a
+// channel's statistics in channels-last; else of a row, or anywhere.
 //
 // It is compiled as an interpreter, which runs any program, and for forms: the instructions of common programs, known in
-// advance. On an H100 forms take 0.99 to 1.2 times the time in which a copy moves the same bytes, the interpreter 1.5 to 3
-// times that.
+// advance. On an H100 forms take 0.99 to 1.2 times the time in which a copy moves the same bytes, where rows end within vectors
+// 1.4 times, the interpreter about 3 times.
 #include "form.cuh"
 #include "thread.cuh"
 
@@ -14,33 +14,55 @@ constexpr int kBlock = 128;
 
 template <class T, int n, class Form>
 __global__ void __launch_bounds__(kBlock, Form::blocks) run_kernel(const __grid_constant__ Launch launch) {
-  int64_t vector = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
-  const int64_t row = launch.vectors.divide(&vector);
-  if (row >= (Form::is_along ? launch.rows : launch.distance)) {
+  int64_t place = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
+  const int64_t row = launch.vectors.divide(&place);
+  if (row >= launch.rows) {
     return;
   }
-  Thread<T, n, Form> thread(launch, vector * n, row);
+  Thread<T, n, Form> thread(launch, row, place);
   thread.run();
 #pragma unroll
   for (int u = 0; u < Form::vectors; ++u) {
-    if (Form::is_along || row + u * launch.distance < launch.rows) {
+    const int64_t i = (Form::spread == Spread::columns ? row : place) + u * launch.distance;
+    if (Form::spread == Spread::row || i < launch.count) {
       thread.store_vector(u);
     }
   }
 }
 
-// Whether all that is read lies in vectors of n, or is one element for all of a vector.
-bool is_in_vectors(const Program& program, int n) {
-  const auto is_aligned_to = [&](const void* data, Element element) {
-    const int bytes = element == Element::bit ? 1 : element == Element::float32 ? kVectorBytes : 2 * n;
-    return reinterpret_cast<uintptr_t>(data) % bytes == 0;
-  };
-  if (program.size[0] % n != 0 || !is_aligned_to(program.output, program.element)) {
+bool is_aligned(const void* data, Element element, int n) {
+  const int bytes = element == Element::bit ? 1 : element == Element::float32 ? kVectorBytes : 2 * n;
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
+// Whether what is read lies as the output does, or is the same in all of a row.
+bool is_of_rows(const Program& program, int n) {
+  if (program.size[0] < n || program.numel() % n != 0 || !is_aligned(program.output, program.element, n)) {
     return false;
   }
   for (int k = 0; k < program.operands; ++k) {
     const auto& operand = program.operand[k];
-    bool fits = operand.stride[0] == 0 || (operand.stride[0] == 1 && is_aligned_to(operand.data, operand.element));
+    bool is_dense = is_aligned(operand.data, operand.element, n);
+    int64_t dense = 1;
+    for (int dim = 0; dim < program.dims; ++dim) {
+      is_dense &= operand.stride[dim] == dense;
+      dense *= program.size[dim];
+    }
+    if (!is_dense && operand.stride[0] != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether all that is read lies in vectors of n, or is one element for all of a vector.
+bool is_in_vectors(const Program& program, int n) {
+  if (program.size[0] % n != 0 || !is_aligned(program.output, program.element, n)) {
+    return false;
+  }
+  for (int k = 0; k < program.operands; ++k) {
+    const auto& operand = program.operand[k];
+    bool fits = operand.stride[0] == 0 || (operand.stride[0] == 1 && is_aligned(operand.data, operand.element, n));
     for (int dim = 1; dim < program.dims && operand.stride[0] != 0; ++dim) {
       fits &= operand.stride[dim] % (operand.element == Element::bit ? 8 : n) == 0;
     }
@@ -68,10 +90,11 @@ void split(Program* program) {
 template <class T, int n, class Form>
 bool start(Launch& launch, cudaStream_t stream) {
   const Program& program = launch.program;
-  launch.rows = program.numel() / program.size[0];
-  launch.distance = ((Form::is_along ? program.size[0] : launch.rows) + Form::vectors - 1) / Form::vectors;
-  const int64_t vectors = (Form::is_along ? launch.distance : program.size[0]) / n;
-  const int64_t threads = vectors * (Form::is_along ? launch.rows : launch.distance);
+  const int64_t rows = program.numel() / program.size[0], row = program.size[0] / n;
+  launch.count = Form::spread == Spread::columns ? rows : Form::spread == Spread::row ? row : program.numel() / n;
+  launch.distance = (launch.count + Form::vectors - 1) / Form::vectors;
+  launch.rows = Form::spread == Spread::columns ? launch.distance : Form::spread == Spread::row ? rows : 1;
+  const int64_t vectors = Form::spread == Spread::columns ? row : launch.distance, threads = vectors * launch.rows;
   launch.vectors = Divisor(vectors, threads + kBlock);
   run_kernel<T, n, Form><<<static_cast<unsigned int>((threads + kBlock - 1) / kBlock), kBlock, 0, stream>>>(launch);
   return true;
@@ -127,20 +150,35 @@ bool start_norm_of_columns(Launch& launch, cudaStream_t stream) {
       Form<2, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(launch, stream);
 }
 
-template <class T, int n, class Norm>
-bool start_norm_of_rows(Launch& launch, cudaStream_t stream) {
+template <class T, int n, Spread spread, class Norm>
+bool start_norm_and_table(Launch& launch, cudaStream_t stream) {
   if constexpr (n == 8) {
-    if (start_form<
-            T, n, FormAlong<4, more, Load, Norm, LookUp>, FormAlong<4, more, Load, Norm, LookUp, Multiply<gate>>,
-            FormAlong<4, more, Load, Norm, Gradient>>(launch, stream)) {
-      return true;
-    }
+    return start_form<
+        T, n, FormOfRows<4, more, spread, Load, Norm, LookUp>, FormOfRows<4, more, spread, Load, Norm, LookUp, Multiply<gate>>,
+        FormOfRows<4, more, spread, Load, Norm, Gradient>>(launch, stream);
   }
+  return false;
+}
+
+template <class T, int n, Spread spread, class Norm>
+bool start_norm_of_rows(Launch& launch, cudaStream_t stream) {
   return start_form<
-      T, n, FormAlong<2, more, LoadAny, Norm>, FormAlong<2, more, Load, Norm, Clamp>, FormAlong<2, more, LoadAny, Norm, Silu>,
-      FormAlong<2, more, LoadAny, Norm, SiluGradient>, FormAlong<2, more, Load, Norm, Add<dense>>,
-      FormAlong<2, more, Load, Norm, Add<dense>, Clamp>, FormAlong<2, more, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(
-      launch, stream);
+      T, n, FormOfRows<2, more, spread, LoadAny, Norm>, FormOfRows<2, more, spread, Load, Norm, Clamp>,
+      FormOfRows<2, more, spread, LoadAny, Norm, Silu>, FormOfRows<2, more, spread, LoadAny, Norm, SiluGradient>,
+      FormOfRows<2, more, spread, Load, Norm, Add<dense>>, FormOfRows<2, more, spread, Load, Norm, Add<dense>, Clamp>,
+      FormOfRows<2, more, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(launch, stream);
+}
+
+// Where a channel's plane is a row it is often of 14 x 14 or 7 x 7, which no vector divides. In groups of channels it is not.
+template <class T, int n>
+bool start_rows(Launch& launch, cudaStream_t stream) {
+  using BatchNorm = InstructionOf<Opcode::batch_norm, row, same_row, same_row, same_row>;
+  using GroupNorm = InstructionOf<Opcode::group_norm, row, same_row, row, same_row>;
+  return is_of_rows(launch.program, n) && (start_norm_and_table<T, n, Spread::row, BatchNorm>(launch, stream) ||
+                                           start_norm_and_table<T, n, Spread::anywhere, BatchNorm>(launch, stream) ||
+                                           start_norm_of_rows<T, n, Spread::anywhere, BatchNorm>(launch, stream) ||
+                                           start_norm_and_table<T, n, Spread::row, GroupNorm>(launch, stream) ||
+                                           start_norm_of_rows<T, n, Spread::row, GroupNorm>(launch, stream));
 }
 
 template <class T, int n>
@@ -150,8 +188,6 @@ void start_common(Launch& launch, cudaStream_t stream) {
   // Channels-last.
   start_norm_of_columns<T, n, InstructionOf<Opcode::batch_norm, column, column, column, column>>(launch, stream) ||
       start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column, column>>(launch, stream) ||
-      start_norm_of_rows<T, n, InstructionOf<Opcode::batch_norm, row, same_row, same_row, same_row>>(launch, stream) ||
-      start_norm_of_rows<T, n, InstructionOf<Opcode::group_norm, row, same_row, row, same_row>>(launch, stream) ||
       start_form<
           T, n, Form<2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
           Form<2, two, Load, InstructionOf<Opcode::layer_norm, row, same_row, half_column, half_column>>,
@@ -170,11 +206,15 @@ void start_common(Launch& launch, cudaStream_t stream) {
 template <class T>
 void start_of_type(Launch& launch, cudaStream_t stream) {
   const bool is_wide = launch.program.element == Element::float32;
+  const bool is_alone = is_wide && std::is_same_v<T, c10::BFloat16>;  // for no half type is there
+  if (is_alone ? start_rows<c10::BFloat16, 4>(launch, stream) : !is_wide && start_rows<T, 8>(launch, stream)) {
+    return;
+  }
   if (!is_wide && is_in_vectors(launch.program, 8)) {
     start_common<T, 8>(launch, stream);
   } else if (!is_in_vectors(launch.program, 4)) {
     start<T, 1, Interpreted>(launch, stream);
-  } else if (std::is_same_v<T, c10::BFloat16> && is_wide) {
+  } else if (is_alone) {
     start_common<c10::BFloat16, 4>(launch, stream);
   } else {
     start<T, 4, Interpreted>(launch, stream);

@@ -12,31 +12,31 @@ namespace {
 
 struct Launch {
   Program program;
-  Divisor vectors;                  // of a row
-  Divisor size[Program::kMaxDims];  // of the dimensions that rows are counted in
-  int64_t rows, distance;           // a thread's vectors are so many rows, or so many elements of a row, apart
+  Divisor vectors;                  // a row of threads is so many; there are so many rows of them
+  Divisor size[Program::kMaxDims];  // of the dimensions
+  int64_t rows, count, distance;    // of the rows, or the vectors, that a thread has several of; so many apart
 };
 
 template <class T, int n, class Form>
 class Thread {
  public:
-  __device__ Thread(const Launch& launch, int64_t inner, int64_t row)
-      : launch_(launch), program_(launch.program), inner_(inner) {
+  __device__ Thread(const Launch& launch, int64_t row, int64_t place)
+      : launch_(launch), program_(launch.program), inner_(place * n) {
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
-      int64_t i = Form::is_along ? row : min(row + u * launch.distance, launch.rows - 1);
-      dense_[u] = i * program_.size[0] + inner + (Form::is_along ? u * launch.distance : 0);
-#pragma unroll
-      for (int dim = 1; dim < Form::dims; ++dim) {
-        outer_[u][dim - 1] = i;
-        if (dim + 1 < Form::dims && dim + 1 < program_.dims) {
-          const int64_t next = launch.size[dim].divide(&i);
-          outer_[u][dim - 1] = i;
-          i = next;
-        } else {
-          i = 0;
-        }
+      int64_t i = (Form::spread == Spread::columns ? row : place) + u * launch.distance;
+      if constexpr (Form::spread == Spread::columns) {
+        i = min(i, launch.count - 1);
+        dense_[u] = i * program_.size[0] + inner_;
+      } else if constexpr (Form::spread == Spread::row) {
+        dense_[u] = row * program_.size[0] + i * n;
+        i = row;
+      } else {
+        int64_t within = dense_[u] = min(i, launch.count - 1) * n;
+        i = launch.size[0].divide(&within);
+        rest_[u] = static_cast<int>(min(int64_t{n}, program_.size[0] - within));
       }
+      find_row(i, outer_[u]);
     }
   }
 
@@ -55,6 +55,23 @@ class Thread {
   }
 
  private:
+  using Row = int64_t[Form::dims - 1];
+
+  // Row i's place in each dimension but the innermost.
+  __device__ void find_row(int64_t i, Row& row) const {
+#pragma unroll
+    for (int dim = 1; dim < Form::dims; ++dim) {
+      row[dim - 1] = i;
+      if (dim + 1 < Form::dims && dim + 1 < program_.dims) {
+        const int64_t next = launch_.size[dim].divide(&i);
+        row[dim - 1] = i;
+        i = next;
+      } else {
+        i = 0;
+      }
+    }
+  }
+
   template <int... ks>
   __device__ void run_instructions(std::integer_sequence<int, ks...>) {
     (run_instruction<Form::opcode(ks)>(ks), ...);
@@ -99,10 +116,36 @@ class Thread {
     read<3 < references>(k, 3, d);
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
+      if (Form::spread == Spread::anywhere && is_of_row(k, 0) && rest_[u] < n) {
+        apply_to_two_rows<opcode>(k, u, a[u][0], b[u][0], c[u][0], d[u][0]);
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < n; ++i) {
         x_[u][i] = apply<opcode>(x_[u][i], a[u][i % first], b[u][i % first], c[u][i % last], d[u][i % last]);
       }
+    }
+  }
+
+  // To a vector across the end of a row, of which this is what is read.
+  template <Opcode opcode>
+  __device__ void apply_to_two_rows(int k, int u, float a, float b, float c, float d) {
+    constexpr int references = references_of(opcode);
+    Row row;
+    int64_t place = dense_[u] + n - 1;
+    find_row(launch_.size[0].divide(&place), row);
+    float next[Instruction::kMaxReferences][1] = {};
+    int64_t offset = 0;
+#pragma unroll
+    for (int r = 0; r < references; ++r) {
+      offset = layout(k, r) == Layout::same_row ? offset : offset_of(operand(k, r), 0, row);
+      load<T>(operand(k, r).data, layout(k, r) == Layout::gate ? own : Element::float32, true, offset, next[r]);
+    }
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const bool is_next = i >= rest_[u];
+      x_[u][i] = apply<opcode>(
+          x_[u][i], is_next ? next[0][0] : a, is_next ? next[1][0] : b, is_next ? next[2][0] : c, is_next ? next[3][0] : d);
     }
   }
 
@@ -122,11 +165,16 @@ class Thread {
     return Layout::any;
   }
 
-  // Whether it is the same for all of a vector.
+  // Whether it is the same for all of a row.
+  __device__ static bool is_of_row(int k, int r) {
+    const Layout of = layout(k, r);
+    return of == Layout::row || of == Layout::same_row || (of == Layout::gate && Form::spread != Spread::columns);
+  }
+
+  // Whether it is the same for all of a vector, or for what is of one row.
   __device__ bool is_one(int k, int r) const {
     if constexpr (Form::is_known) {
-      const Layout of = layout(k, r);
-      return of == Layout::number || of == Layout::row || of == Layout::same_row || (of == Layout::gate && Form::is_along);
+      return layout(k, r) == Layout::number || is_of_row(k, r);
     } else {
       const int of = reference(k, r).operand;
       return of >= 0 ? operand(k, r).stride[0] == 0 : of == Reference::kNumber;
@@ -163,7 +211,7 @@ class Thread {
   template <int size>
   __device__ void read_as(int k, int r, Element element, float (&to)[Form::vectors][size]) {
     const Layout of = layout(k, r);
-    const bool is_shared = Form::is_along ? is_one(k, r) : is_column(of) || of == Layout::number;
+    const bool is_shared = is_column(of) || of == Layout::number || (Form::spread == Spread::row && is_one(k, r));
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
       if (u > 0 && is_shared) {
@@ -200,16 +248,16 @@ class Thread {
       case Layout::same_row:
         return offset_[u];
       default:
-        return offset_[u] = offset_of(operand(k, r), u);
+        return offset_[u] = offset_of(operand(k, r), inner_, outer_[u]);
     }
   }
 
-  __device__ int64_t offset_of(const Program::Operand& operand, int u) const {
-    int64_t offset = (inner_ + (Form::is_along ? u * launch_.distance : 0)) * operand.stride[0];
+  __device__ int64_t offset_of(const Program::Operand& operand, int64_t inner, const Row& row) const {
+    int64_t offset = inner * operand.stride[0];
 #pragma unroll
     for (int dim = 1; dim < Form::dims; ++dim) {
       if (dim == 1 || dim < program_.dims) {
-        offset += outer_[u][dim - 1] * operand.stride[dim];
+        offset += row[dim - 1] * operand.stride[dim];
       }
     }
     return offset;
@@ -263,7 +311,9 @@ class Thread {
 
   const Launch& launch_;
   const Program& program_;
-  int64_t inner_, outer_[Form::vectors][Form::dims - 1], dense_[Form::vectors], offset_[Form::vectors];
+  int64_t inner_, dense_[Form::vectors], offset_[Form::vectors];
+  Row outer_[Form::vectors];
+  int rest_[Form::vectors];  // how many of a vector's elements are of its first row; of Spread::anywhere
   float x_[Form::vectors][n], stashed_[Form::vectors][n];
 };
 
