@@ -197,7 +197,7 @@ class BuildWithRecord(BuildExtension):
         self.build_temp = folder
 
     def joined(self, sources):
-        """One source for each folder, which includes the folder's: most of what a compiler reads are PyTorch's headers."""
+        """One source for each folder, which includes the folder's: most of what a compiler reads is PyTorch's headers."""
         files = []
         for folder, names in groupby(sources, key=os.path.dirname):
             text = "".join(f'#include "{os.path.abspath(name)}"\n' for name in names)

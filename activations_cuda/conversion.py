@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
-from inspect import iscoroutinefunction, isgeneratorfunction, signature
+from inspect import signature
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from activations_cuda import _C
 from activations_cuda.copies import moved_by_wrapper, unwrapped
+from activations_cuda.recipes.scope import is_suspended
 from activations_cuda.replacements import (
     FUNCTIONS,
     OURS,
@@ -108,17 +109,17 @@ def arguments_of(
 def _check_forward(model):
     """A class that is derived from the model's own must be what is called."""
     kind = original_of(type(model))
-    of_lightning = str(kind.forward.__module__).startswith(("lightning.", "pytorch_lightning."))
+    of_lightning = str(getattr(kind.forward, "__module__", "")).startswith(("lightning.pytorch.", "pytorch_lightning."))
     if kind.forward is nn.Module.forward or of_lightning or isinstance(model, torch.fx.GraphModule):
         net = "convert the net that it calls, or use" if of_lightning else "use"
         raise ValueError(
             f"convert: with recompute=True expected a model whose class has a forward, got {kind.__name__}: {net} "
             "`with activations_cuda.recompute():` around the forward pass"
         )
-    if isgeneratorfunction(kind.forward) or iscoroutinefunction(kind.forward):
+    if is_suspended(kind.forward):
         raise ValueError(
-            f"convert: with recompute=True expected a forward that returns when it is done, got {kind.__name__}'s, which is "
-            "suspended"
+            f"convert: with recompute=True expected a plain function as forward, got {kind.__name__}'s, a generator or "
+            "coroutine, whose code runs after the scope has ended"
         )
     if not calls_its_class(model):
         raise ValueError(
@@ -233,7 +234,7 @@ def _say(message, *arguments):
     """To whatever handles logs, or else to stderr."""
     if log.hasHandlers():
         log.info(message, *arguments)
-    elif log.level <= logging.INFO:
+    elif log.level <= logging.INFO and not log.disabled and log.manager.disable < logging.INFO:
         print(message % arguments, file=sys.stderr)
 
 

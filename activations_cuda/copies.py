@@ -92,7 +92,7 @@ def _is_of(kind, packages):
 
 
 def _keeps_nothing(hook):
-    """Whether it is a library's, such as weight_norm's, or a function that has no variable to leave a tensor in.
+    """Whether it is one of torch.nn.utils or transformers, or a function that has no variable to leave a tensor in.
 
     Others are the user's observers: they log, count and collect, and are not called.
     """
@@ -120,7 +120,7 @@ def _is_constant(value):
 
 
 def _keep_open(self):
-    """In the place of a finalizer: what it would close is still the module's."""
+    """In place of a finalizer: what it would close is still the module's."""
 
 
 def _empty(kind):

@@ -85,6 +85,8 @@ class MemoryReport:
     recomputed: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        from tabulate import tabulate  # type: ignore[import-untyped]
+
         rows = [*self.layers, LayerMemory("in all", "", self.before, self.after, self.recompute)]
         others = ["after", *(["recompute"] if self.recompute is not None else [])]
         unit, size = ("MiB", 2**20) if self.before >= 2**20 else ("KiB", 2**10)
@@ -94,12 +96,12 @@ class MemoryReport:
         cells = []
         for row in rows:
             compared = [getattr(row, column) for column in others]
-            changes = [f"{bytes / row.before - 1:+.0%}" if row.before else "" for bytes in compared]
-            numbers = [f"{bytes / size:.1f}" for bytes in (row.before, *compared)]
+            changes = [f"{saved / row.before - 1:+.0%}" if row.before else "" for saved in compared]
+            numbers = [f"{saved / size:.1f}" for saved in (row.before, *compared)]
             cells.append([row.name, row.kind, numbers[0], *chain.from_iterable(zip(numbers[1:], changes, strict=True))])
         align = ["left", "left"] + ["right"] * (len(headers) - 2)
-        table = require("tabulate").tabulate(cells, headers=headers, colalign=align, disable_numparse=True)
-        rules = [f"{bytes / size:.1f} {unit} by {name}" for name, bytes in Counter(self.recomputed).most_common()]
+        table = tabulate(cells, headers=headers, colalign=align, disable_numparse=True)
+        rules = [f"{saved / size:.1f} {unit} by {name}" for name, saved in Counter(self.recomputed).most_common()]
         return "\n".join([table, "", *summary(self.decisions), *(["recomputed: " + ", ".join(rules)] if rules else [])])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -197,8 +199,8 @@ def memory_report(
     buffers, which are there anyway, don't count. Before means PyTorch's own activations, after means
     ``convert(model, *inputs)``.
 
-    It counts what PyTorch's kernels for the model's device save; a model on the meta device counts as one on the CPU, where
-    attention with dropout saves more than on a GPU. What LSTM layers reserve for backward, and on a GPU GRU and RNN layers too,
+    It counts what PyTorch's kernels for the model's device save; a model on the meta device counts as one on the CPU (under
+    CUDA's autocast, on a GPU), where attention with dropout saves more than on a GPU. What LSTM layers reserve for backward, and on a GPU GRU and RNN layers too,
     isn't counted: for fake tensors it is empty.
 
     Args:

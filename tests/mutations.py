@@ -69,6 +69,7 @@ TABLES = "csrc/binding/codes/tables.cpp"
 CODE_LAUNCH = "csrc/binding/codes/launch.cpp"
 CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
+CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
 
 VALUE = "csrc/binding/recipes/value.cpp"
 COMPUTING = "csrc/binding/recipes/computing.cpp"
@@ -246,7 +247,9 @@ RECOMPUTE = [
     Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
     Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
     Mutant("trials with centered numbers", RECIPES + "verification.py", "normal_(mean=1.0, ", "normal_("),
-    Mutant("running statistics that were written to", RECIPES + "step.py", "not _C.recipes.is_last_saved(value)", "False"),
+    Mutant("running statistics that were written to", RECIPES + "step.py", "is_assumed = True", "is_assumed = False"),
+    Mutant("the next row begins later", CUDA_RECIPES, "i >= rest_[u]", "i > rest_[u]"),
+    Mutant("the next row is this one", CUDA_RECIPES, "dense_[u] + n - 1", "dense_[u]"),
     Mutant("complex numbers in any strides", DERIVATION, " || c10::isComplexType(recipe.dtype)", ""),
     Mutant("zeros prove a formula", RECIPES + "verification.py", " or _tells(tensor)", " or True"),
     Mutant(

@@ -145,7 +145,6 @@ def test_an_error_in_the_model_leaves_no_hooks_behind():
 
 
 def test_table_and_chart(tmp_path):
-    pytest.importorskip("tabulate")
     pytest.importorskip("matplotlib")
     report = activations_cuda.memory_report(Net(), torch.empty(4096, 64, device="meta"))
     table, _, rest = str(report).partition("\n\n")
@@ -203,7 +202,6 @@ def test_command_refuses_bad_input(capsys, monkeypatch):
 
 
 def test_command_under_autocast(capsys, monkeypatch, tmp_path):
-    pytest.importorskip("tabulate")
     monkeypatch.setattr(command, "load", lambda spec: nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3)))
     path = tmp_path / "report.json"
     for options, saves in ((), False), (["--autocast", "bfloat16"], True):
@@ -213,7 +211,6 @@ def test_command_under_autocast(capsys, monkeypatch, tmp_path):
 
 
 def test_command_says_what_a_model_or_a_path_raises(capsys, monkeypatch, tmp_path):
-    pytest.importorskip("tabulate")
     monkeypatch.setattr(command, "load", lambda spec: Net())
     assert "timm:net doesn't take images of shape (1, 3, 224, 224): " in fails(["report", "timm:net"], capsys)
     monkeypatch.setattr(command, "load", lambda spec: nn.Identity())
@@ -222,7 +219,7 @@ def test_command_says_what_a_model_or_a_path_raises(capsys, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("model", ["torchvision:mobilenet_v2", "timm:mobilenetv2_100"])
 def test_command(model, capsys, tmp_path):
-    for library in (model.split(":")[0], "tabulate", "matplotlib"):
+    for library in (model.split(":")[0], "matplotlib"):
         pytest.importorskip(library, exc_type=Exception)
     paths = tmp_path / "report.json", tmp_path / "report.png"
     main(["report", model, "--batch", "256", "--json", str(paths[0]), "--chart", str(paths[1])])

@@ -993,17 +993,33 @@ def test_batch_norm_in_evaluation_then_in_training():
     same_with_scope(run)
 
 
-def test_batch_norm_in_training_before_its_output_is_saved():
-    """A clean and a noisy view, by the same norm, whose statistics the second has written to."""
+@pytest.mark.parametrize("training", ["recorded", "not recorded", "frozen", "in a checkpoint"])
+def test_batch_norm_in_training_before_its_output_is_saved(training):
+    """Of an output in evaluation mode; training writes to the statistics that it depends on."""
+
+    def train(net, x):
+        net.train()
+        if training == "in a checkpoint":
+            return checkpoint(net, x, use_reentrant=False)
+        with torch.set_grad_enabled(training != "not recorded"):
+            if training != "frozen":
+                return net(x)
+            net.requires_grad_(False)
+            y = net(x)
+            net.requires_grad_(True)
+            return y
 
     def run(scope):
         torch.manual_seed(0)
         net, result = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(2))), []
+        gate = torch.ones(32, 16, requires_grad=True)
         for _ in range(3):
             x = torch.randn(32, 16)
             with scope():
-                loss = (net.eval()(x) * net.train()(x + 3)).square().sum()
-            result += torch.autograd.grad(loss, net.parameters())
+                y = net.eval()(x)
+                other = train(net, x + 3)
+                loss = (y * gate).square().sum() + other.square().sum()
+            result += torch.autograd.grad(loss, [*net.parameters(), gate])
         return result
 
     same_with_scope(run)
@@ -2112,6 +2128,12 @@ def test_functions_that_are_suspended():
     async def wait():
         pass
 
-    for function in generate, wait:
+    async def stream():
+        yield 1
+
+    class Net:
+        pass
+
+    for function in generate, wait, stream, Net:
         with pytest.raises(TypeError, match=function.__name__):
             recompute()(function)

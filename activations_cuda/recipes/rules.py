@@ -120,13 +120,9 @@ def rrelu(step: Step) -> Result:
     lower, upper, training = step.arguments("lower", "upper", "training")
     if not training:
         return F.leaky_relu, (step.operand(0, "self"),), ((lower + upper) / 2,)
-    return times_noise, (step.operand(0, "self"), step.saved("noise")), ()
-
-
-def times_noise(input, noise):
-    if noise.element_size() == 2:
-        raise NotImplementedError("rrelu multiplies by what it rounds only to save it")
-    return input * noise
+    if step.node._input_metadata[step.number].dtype.itemsize == 2:
+        raise Underivable  # it multiplies before it rounds the noise to save it
+    return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
 
 
 def scale_of_dropout(p: float) -> tuple[float] | None:

@@ -21,6 +21,11 @@ _autograd = torch._C._autograd
 IS_AVAILABLE = _C.recipes.IS_AVAILABLE and hasattr(_autograd, "_top_saved_tensors_default_hooks")
 
 
+def is_suspended(function: Callable[..., Any]) -> bool:
+    """Whether a call of it returns before its code has run."""
+    return any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction))
+
+
 class _Entered(threading.local):
     def __init__(self) -> None:
         self.hooks: list[Hook | None] = []
@@ -99,10 +104,12 @@ class recompute:
                 raise RuntimeError(f"recompute: {hook.mismatch}")
 
     def __call__(self, function: Function) -> Function:
-        if any(is_kind(function) for is_kind in (isclass, isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
+        if isclass(function):
+            raise TypeError(f"recompute: expected a function, got {function!r}: decorate its forward")
+        if is_suspended(function):
             raise TypeError(
-                f"recompute: expected a function that returns when it is done, got {function!r}: decorate a method of it, or "
-                "enter the scope within it"
+                f"recompute: expected a plain function, got {function!r}, a generator or coroutine, whose code runs after the "
+                "scope has ended: enter the scope within it"
             )
 
         @functools.wraps(function)

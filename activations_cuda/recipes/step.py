@@ -96,11 +96,10 @@ class Step:
         return _C.recipes.saved(self.node, _as_packed(name))
 
     def copy(self, name: str) -> Any:
-        """A copy of the vector that the node saved under a name, of which ops write to without counting a version."""
-        value = self.saved(name)
-        self.is_assumed |= not _C.recipes.is_last_saved(value)
+        """A copy of what the node saved under a name, to which ops may have written since without counting a version."""
+        self.is_assumed = True
         with computing():
-            return _C.recipes.keep(value.tensor().clone(), self._hook.outer)
+            return _C.recipes.keep(self.saved(name).tensor().clone(), self._hook.outer)
 
     def arguments(self, *names: str) -> tuple[Any, ...]:
         return tuple(_C.recipes.argument(self.node, "_saved_" + name) for name in names)

@@ -78,7 +78,7 @@ bool choose(const py::object& object, bool is_assumed) {
   return true;
 }
 
-// Whether PyTorch's op on the CPU rounds otherwise where its operands have other strides: most ops on complex numbers do.
+// Whether PyTorch's op on the CPU rounds differently where its operands have other strides: most ops on complex numbers do.
 bool varies(const Value& recipe) {
   return contains(callbacks().varies, recipe.formula) || c10::isComplexType(recipe.dtype) ||
          std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {

@@ -394,7 +394,7 @@ std::optional<at::DimVector> strides_along(
   return result;
 }
 
-// Whether PyTorch's own op on the CPU may round otherwise, in vectors and beyond them.
+// Whether PyTorch's own op on the CPU may round differently, in vectors and beyond them.
 bool varies_on_cpu(const Instruction& instruction) {
   return instruction.opcode == Opcode::silu || instruction.opcode == Opcode::silu_gradient ||
          instruction.opcode == Opcode::tanh || (instruction.opcode == Opcode::add && instruction.reference[1].number != 1);
@@ -574,11 +574,11 @@ namespace {
 
 std::optional<at::Tensor> compute_gradient(
     Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors, bool is_alone) {
-  if (grad.sizes() != input.sizes_of() || grad.scalar_type() != input.dtype_of()) {
+  if (grad.sizes() != input.sizes_of() || grad.scalar_type() != input.dtype_of() || !input.strides_of()) {
     return std::nullopt;
   }
   input.check_unwritten();
-  const at::IntArrayRef strides = input.held.defined() ? input.held.strides() : at::IntArrayRef(input.strides);
+  const at::IntArrayRef strides = *input.strides_of();
   Value gradient;
   gradient.dtype = grad.scalar_type();
   gradient.sizes = grad.sizes();

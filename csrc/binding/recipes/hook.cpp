@@ -99,12 +99,6 @@ bool is_small(const at::Tensor& owner) {
   return node && name_of(*node).equal(callbacks().cast_node) && is_leaf(node->next_edge(0));
 }
 
-// The values of vectors without a gradient that were saved last, by their memory.
-auto& last_saved() {
-  static auto& values = *new std::unordered_map<const c10::StorageImpl*, const PyObject*>();
-  return values;
-}
-
 py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const py::object outer = attribute(hook, NAME("outer"));
   if (!is_ordinary(hook, object, tensor)) {
@@ -122,9 +116,6 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     if (is_freed_parameter(owner)) {
       value_of(value).is_private = true;
       value_of(value).copy = copy_of(tensor);
-    }
-    if (tensor.dim() == 1 && !tensor.requires_grad()) {
-      last_saved()[tensor.storage().unsafeGetStorageImpl()] = value.ptr();
     }
     return value;
   }
@@ -203,15 +194,6 @@ PyMethodDef pack_method = {"pack", called_to_pack, METH_O, nullptr};
 
 void set_smallest(int64_t any, int64_t of_parameter) {
   smallest = {any, of_parameter};
-}
-
-bool is_last_saved(py::handle value) {
-  const at::Tensor& held = value_of(value).held;
-  if (!held.defined()) {
-    return false;
-  }
-  const auto found = last_saved().find(held.storage().unsafeGetStorageImpl());
-  return found != last_saved().end() && found->second == value.ptr();
 }
 
 py::object pack_hook(const py::object& hook) {

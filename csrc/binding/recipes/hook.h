@@ -22,10 +22,6 @@ pybind11::object value_behind(const torch::autograd::SavedVariable& saved);
 // In bytes, the smallest tensors that are replaced; of a parameter's copies in another dtype.
 void set_smallest(int64_t any, int64_t of_parameter);
 
-// Whether no op since has saved the vector that this value holds, such as batch norm's running statistics, to which training
-// writes without counting a version.
-bool is_last_saved(pybind11::handle value);
-
 // The pack hook of a Hook of Python's, and the unpack hook of all.
 pybind11::object pack_hook(const pybind11::object& hook);
 const pybind11::object& unpack_hook();

@@ -89,9 +89,9 @@ void Value::take_layout_of(const at::Tensor& tensor) {
 
 bool Value::stands_for(const at::Tensor& tensor) const {
   return version == static_cast<int64_t>(tensor._version()) &&
-         (held.defined()
-              ? tensor.sizes() == held.sizes() && tensor.strides() == held.strides()
-              : has_strides && tensor.sizes() == at::IntArrayRef(sizes) && tensor.strides() == at::IntArrayRef(strides)) &&
+         (held.defined() ? tensor.sizes() == held.sizes() && tensor.strides() == held.strides()
+                         : (has_strides || held_outside) && tensor.sizes() == at::IntArrayRef(sizes) &&
+                               tensor.strides() == at::IntArrayRef(strides)) &&
          is_current();
 }
 

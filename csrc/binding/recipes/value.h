@@ -72,7 +72,8 @@ struct Value {
   int64_t version = 0;
   int readers = 0;    // hooks' results and recipes
   py::object source;  // the name of the node, or none
-  // The layout, where no tensor is held. A recipe that stands for no saved tensor has no strides of its own.
+  // The layout, where no tensor is held. Without `has_strides` the tensor may have others: of a recipe that stands for no saved
+  // tensor, or of what hooks outside needn't restore.
   at::ScalarType dtype = at::ScalarType::Undefined;
   std::optional<at::Device> device;
   at::DimVector sizes, strides;

@@ -17,7 +17,7 @@ enum class Layout : uint8_t {
   half_column,  // the same in all rows, in the half type
   row,          // the same in all of a row, in float32
   same_row,     // where the reference before it is, in float32
-  gate,         // in the output's dtype: in vectors, or but for Spread::columns the same in all of a row
+  gate,         // in the output's dtype: for Spread::columns in vectors, otherwise the same in all of a row
   any,
   table,  // not of the output's elements
 };
@@ -32,9 +32,12 @@ struct InstructionOf {
   }
 };
 
-// Where a thread's vectors are: the same columns of several rows, which share what is the same in all rows; the same row, whose
-// length must fit; or anywhere, as a row may end within a vector.
-enum class Spread : uint8_t { columns, row, anywhere };
+// Where a thread's vectors lie.
+enum class Spread : uint8_t {
+  columns,   // the same columns of several rows, so that what is the same in all rows is read once
+  row,       // in one row, whose length they must divide
+  anywhere,  // a vector may cross the end of a row
+};
 
 // The instructions of a program of at most so many dimensions, and how many vectors a thread has.
 template <int vectors_, int dims_, class... Instructions>

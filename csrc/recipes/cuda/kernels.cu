@@ -1,5 +1,5 @@
-// The GPU's kernel. A thread computes a few vectors, of the same columns where what is the same in all rows is read once, as a
-// channel's statistics in channels-last; else of a row, or anywhere.
+// The GPU's kernel. A thread computes a few vectors: of the same columns, where what is the same in all rows (a channel's
+// statistics in channels-last) is read once; otherwise of one row, or of any.
 //
 // It is compiled as an interpreter, which runs any program, and for forms: the instructions of common programs, known in
 // advance. On an H100 forms take 0.99 to 1.2 times the time in which a copy moves the same bytes, where rows end within vectors
@@ -35,7 +35,8 @@ bool is_aligned(const void* data, Element element, int n) {
   return reinterpret_cast<uintptr_t>(data) % bytes == 0;
 }
 
-// Whether what is read lies as the output does, or is the same in all of a row.
+// Whether each operand is dense as the output is, or the same in all of a row, and vectors of n fit: they are aligned, and each
+// crosses the end of one row at most.
 bool is_of_rows(const Program& program, int n) {
   if (program.size[0] < n || program.numel() % n != 0 || !is_aligned(program.output, program.element, n)) {
     return false;
@@ -90,12 +91,25 @@ void split(Program* program) {
 template <class T, int n, class Form>
 bool start(Launch& launch, cudaStream_t stream) {
   const Program& program = launch.program;
-  const int64_t rows = program.numel() / program.size[0], row = program.size[0] / n;
-  launch.count = Form::spread == Spread::columns ? rows : Form::spread == Spread::row ? row : program.numel() / n;
-  launch.distance = (launch.count + Form::vectors - 1) / Form::vectors;
-  launch.rows = Form::spread == Spread::columns ? launch.distance : Form::spread == Spread::row ? rows : 1;
-  const int64_t vectors = Form::spread == Spread::columns ? row : launch.distance, threads = vectors * launch.rows;
-  launch.vectors = Divisor(vectors, threads + kBlock);
+  const int64_t rows = program.numel() / program.size[0], vectors = program.size[0] / n;
+  const auto divide = [&](int64_t count) {
+    launch.count = count;
+    launch.distance = (count + Form::vectors - 1) / Form::vectors;
+    return launch.distance;
+  };
+  int64_t in_row;  // threads in a row of threads
+  if constexpr (Form::spread == Spread::columns) {
+    launch.rows = divide(rows);
+    in_row = vectors;
+  } else if constexpr (Form::spread == Spread::row) {
+    launch.rows = rows;
+    in_row = divide(vectors);
+  } else {
+    launch.rows = 1;
+    in_row = divide(program.numel() / n);
+  }
+  const int64_t threads = launch.rows * in_row;
+  launch.vectors = Divisor(in_row, threads + kBlock);
   run_kernel<T, n, Form><<<static_cast<unsigned int>((threads + kBlock - 1) / kBlock), kBlock, 0, stream>>>(launch);
   return true;
 }
@@ -169,7 +183,8 @@ bool start_norm_of_rows(Launch& launch, cudaStream_t stream) {
       FormOfRows<2, more, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(launch, stream);
 }
 
-// Where a channel's plane is a row it is often of 14 x 14 or 7 x 7, which no vector divides. In groups of channels it is not.
+// A contiguous plane is a row for batch norm, whose length often isn't a multiple of a vector's: 14 x 14 isn't one of eight,
+// nor 7 x 7 of four. For group norm the interpreter has such planes.
 template <class T, int n>
 bool start_rows(Launch& launch, cudaStream_t stream) {
   using BatchNorm = InstructionOf<Opcode::batch_norm, row, same_row, same_row, same_row>;
@@ -206,15 +221,15 @@ void start_common(Launch& launch, cudaStream_t stream) {
 template <class T>
 void start_of_type(Launch& launch, cudaStream_t stream) {
   const bool is_wide = launch.program.element == Element::float32;
-  const bool is_alone = is_wide && std::is_same_v<T, c10::BFloat16>;  // for no half type is there
-  if (is_alone ? start_rows<c10::BFloat16, 4>(launch, stream) : !is_wide && start_rows<T, 8>(launch, stream)) {
+  const bool is_all_float32 = is_wide && std::is_same_v<T, c10::BFloat16>;  // it stands for no operand's type then
+  if (is_all_float32 ? start_rows<c10::BFloat16, 4>(launch, stream) : !is_wide && start_rows<T, 8>(launch, stream)) {
     return;
   }
   if (!is_wide && is_in_vectors(launch.program, 8)) {
     start_common<T, 8>(launch, stream);
   } else if (!is_in_vectors(launch.program, 4)) {
     start<T, 1, Interpreted>(launch, stream);
-  } else if (is_alone) {
+  } else if (is_all_float32) {
     start_common<c10::BFloat16, 4>(launch, stream);
   } else {
     start<T, 4, Interpreted>(launch, stream);

@@ -12,9 +12,11 @@ namespace {
 
 struct Launch {
   Program program;
-  Divisor vectors;                  // a row of threads is so many; there are so many rows of them
-  Divisor size[Program::kMaxDims];  // of the dimensions
-  int64_t rows, count, distance;    // of the rows, or the vectors, that a thread has several of; so many apart
+  Divisor vectors;                  // the number of threads in a row of threads
+  Divisor size[Program::kMaxDims];  // the program's dimensions
+  int64_t rows;                     // of threads
+  int64_t count;                    // of what a thread has several of: rows of the output, or vectors
+  int64_t distance;                 // between two of a thread's
 };
 
 template <class T, int n, class Form>
@@ -32,7 +34,8 @@ class Thread {
         dense_[u] = row * program_.size[0] + i * n;
         i = row;
       } else {
-        int64_t within = dense_[u] = min(i, launch.count - 1) * n;
+        dense_[u] = min(i, launch.count - 1) * n;
+        int64_t within = dense_[u];
         i = launch.size[0].divide(&within);
         rest_[u] = static_cast<int>(min(int64_t{n}, program_.size[0] - within));
       }
@@ -116,9 +119,11 @@ class Thread {
     read<3 < references>(k, 3, d);
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
-      if (Form::spread == Spread::anywhere && is_of_row(k, 0) && rest_[u] < n) {
-        apply_to_two_rows<opcode>(k, u, a[u][0], b[u][0], c[u][0], d[u][0]);
-        continue;
+      if constexpr (Form::spread == Spread::anywhere) {
+        if (is_of_row(k, 0) && rest_[u] < n) {
+          apply_to_two_rows<opcode>(k, u, a[u][0], b[u][0], c[u][0], d[u][0]);
+          continue;
+        }
       }
 #pragma unroll
       for (int i = 0; i < n; ++i) {
@@ -127,7 +132,7 @@ class Thread {
     }
   }
 
-  // To a vector across the end of a row, of which this is what is read.
+  // Applies it to a vector that crosses the end of a row: a, b, c and d are the first row's, and the next row's are read here.
   template <Opcode opcode>
   __device__ void apply_to_two_rows(int k, int u, float a, float b, float c, float d) {
     constexpr int references = references_of(opcode);
