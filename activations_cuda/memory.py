@@ -200,8 +200,8 @@ def memory_report(
     ``convert(model, *inputs)``.
 
     It counts what PyTorch's kernels for the model's device save; a model on the meta device counts as one on the CPU (under
-    CUDA's autocast, on a GPU), where attention with dropout saves more than on a GPU. What LSTM layers reserve for backward, and on a GPU GRU and RNN layers too,
-    isn't counted: for fake tensors it is empty.
+    CUDA's autocast, on a GPU), where attention with dropout saves more than on a GPU. What LSTM layers reserve for backward,
+    and on a GPU GRU and RNN layers too, isn't counted: for fake tensors it is empty.
 
     Args:
         model: the model, in training mode if that is what is asked about; it may be on the meta device.
