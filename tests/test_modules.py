@@ -90,6 +90,7 @@ class Net(nn.Module):
 
 def test_convert_and_revert(monkeypatch):
     messages = []
+    monkeypatch.setattr(log, "hasHandlers", lambda: True)
     monkeypatch.setattr(log, "info", lambda message, *arguments: messages.append(message % arguments))
     model = Net().eval()
     calls = []
@@ -126,7 +127,6 @@ def test_bad_input():
             function(F.relu)
     for model, found in [
         (nn.Sequential(nn.Linear(3, 3), nn.Hardtanh()), "1 Hardtanh"),
-        (activations_cuda.convert(nn.ReLU6()), "1 ReLU6"),
         (nn.Linear(3, 3), "no activation of the family"),
     ]:
         with pytest.raises(ValueError, match=f"convert: expected a model with ReLU6 to convert, got one with {found}"):
