@@ -66,6 +66,9 @@ struct Form {
 template <int vectors, int dims, Spread spread_, class... Instructions>
 struct FormOfRows : Form<vectors, dims, Instructions...> {
   static constexpr Spread spread = spread_;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr int blocks = 1;  // as above
+#endif
 };
 
 struct Interpreted {
