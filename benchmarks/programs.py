@@ -97,6 +97,11 @@ FORMS = {
         lambda x: relu6(x, batch_norm(x)),
         4,
     ),
+    "batch norm, SiLU, contiguous, 14 x 14": (
+        lambda: images(96, 14, torch.contiguous_format),
+        lambda x: silu(x, batch_norm(x)),
+        4,
+    ),
     "group norm, SiLU": (lambda: images(320, 32, torch.contiguous_format), lambda x: silu(x, group_norm(x)), 4),
     "layer norm": (lambda: numbers(ELEMENTS // 768, 768), layer_norm, 4),
     "SwiGLU": (lambda: numbers(ELEMENTS // 5632, 5632), swiglu, 6),

@@ -1395,7 +1395,7 @@ def test_zeros_at_first_prove_no_function(function):
 
 
 def test_complex_numbers_in_a_layout_that_nobody_saves():
-    """The CPU multiplies them otherwise in vectors than one by one."""
+    """The CPU multiplies them differently in vectors than one by one."""
     phase = torch.polar(torch.ones(64, 96), torch.randn(64, 96))
     _C.recipes.forget_chosen()
 

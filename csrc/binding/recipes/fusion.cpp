@@ -574,17 +574,17 @@ namespace {
 
 std::optional<at::Tensor> compute_gradient(
     Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors, bool is_alone) {
-  if (grad.sizes() != input.sizes_of() || grad.scalar_type() != input.dtype_of() || !input.strides_of()) {
+  const auto strides = input.strides_of();
+  if (!strides || grad.sizes() != input.sizes_of() || grad.scalar_type() != input.dtype_of()) {
     return std::nullopt;
   }
   input.check_unwritten();
-  const at::IntArrayRef strides = *input.strides_of();
   Value gradient;
   gradient.dtype = grad.scalar_type();
   gradient.sizes = grad.sizes();
-  gradient.strides = elementwise_strides(grad.sizes(), grad.strides(), strides);
+  gradient.strides = elementwise_strides(grad.sizes(), grad.strides(), *strides);
   gradient.has_strides = true;
-  if (!agree(grad.sizes(), gradient.strides, strides)) {
+  if (!agree(grad.sizes(), gradient.strides, *strides)) {
     return std::nullopt;  // elements in two orders: the input, once written, is read faster
   }
   const py::object incoming = keep(grad, py::none(), py::none());

@@ -67,7 +67,7 @@ template <int vectors, int dims, Spread spread_, class... Instructions>
 struct FormOfRows : Form<vectors, dims, Instructions...> {
   static constexpr Spread spread = spread_;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  static constexpr int blocks = 1;  // as above
+  static constexpr int blocks = 1;  // for more ptxas would spill registers of one of them on sm_80
 #endif
 };
 

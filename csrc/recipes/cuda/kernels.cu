@@ -3,7 +3,9 @@
 //
 // It is compiled as an interpreter, which runs any program, and for forms: the instructions of common programs, known in
 // advance. On an H100 forms take 0.99 to 1.2 times the time in which a copy moves the same bytes, where rows end within vectors
-// 1.4 times, the interpreter about 3 times.
+// 1.4 to 1.8 times, the interpreter about 3 times.
+#include <algorithm>
+
 #include "form.cuh"
 #include "thread.cuh"
 
@@ -35,25 +37,13 @@ bool is_aligned(const void* data, Element element, int n) {
   return reinterpret_cast<uintptr_t>(data) % bytes == 0;
 }
 
-// Whether each operand is dense as the output is, or the same in all of a row, and vectors of n fit: they are aligned, and each
-// crosses the end of one row at most.
+// Whether vectors of n fit a form of rows: they are aligned, and each crosses the end of one row at most.
 bool is_of_rows(const Program& program, int n) {
-  if (program.size[0] < n || program.numel() % n != 0 || !is_aligned(program.output, program.element, n)) {
-    return false;
-  }
-  for (int k = 0; k < program.operands; ++k) {
-    const auto& operand = program.operand[k];
-    bool is_dense = is_aligned(operand.data, operand.element, n);
-    int64_t dense = 1;
-    for (int dim = 0; dim < program.dims; ++dim) {
-      is_dense &= operand.stride[dim] == dense;
-      dense *= program.size[dim];
-    }
-    if (!is_dense && operand.stride[0] != 0) {
-      return false;
-    }
-  }
-  return true;
+  const Program::Operand* const last = program.operand + program.operands;
+  return program.size[0] >= n && program.numel() % n == 0 && is_aligned(program.output, program.element, n) &&
+         std::all_of(program.operand, last, [&](const auto& operand) {
+           return operand.stride[0] == 0 || is_aligned(operand.data, operand.element, n);
+         });
 }
 
 // Whether all that is read lies in vectors of n, or is one element for all of a vector.
