@@ -81,7 +81,7 @@ CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
 HOOK = "csrc/binding/recipes/hook.cpp"
 DERIVATION = "csrc/binding/recipes/derivation.cpp"
 OPERANDS = "csrc/binding/recipes/operands.cpp"
-PARAMETERS = "csrc/binding/recipes/parameters.cpp"
+LEAVES = "csrc/binding/recipes/leaves.cpp"
 PACKED_MASKS = "csrc/binding/recipes/masks.cpp"
 RECIPES = "activations_cuda/recipes/"
 
@@ -236,7 +236,7 @@ RECOMPUTE = [
         "a recipe of what is overwritten", HOOK, "value_of(value).is_recipe() && !is_written", "value_of(value).is_recipe()"
     ),
     Mutant("a recipe's version, in place", HOOK, "value_of(value).replaced.reset();", ""),
-    Mutant("a sharded weight is not copied", PARAMETERS, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
+    Mutant("a sharded weight is not copied", LEAVES, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
     Mutant("a gradient that isn't selected", INSTRUCTIONS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
     Mutant("moved in float32", COMPUTING, "half_of(value_of(value.operands[0])) == value.dtype", "false"),
     Mutant("half types mixed", COMPUTING, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
@@ -247,7 +247,8 @@ RECOMPUTE = [
     Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
     Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
     Mutant("trials with centered numbers", RECIPES + "verification.py", "normal_(mean=1.0, ", "normal_("),
-    Mutant("running statistics that were written to", RECIPES + "step.py", "is_assumed = True", "is_assumed = False"),
+    Mutant("running statistics that were written to", RECIPES + "step.py", "is_assumed |= is_late", "is_assumed |= False"),
+    Mutant("running statistics copied too late", OPERANDS, "return value_of(data).copy;", "return data;"),
     Mutant("the next row begins later", CUDA_RECIPES, "i >= rest_[u]", "i > rest_[u]"),
     Mutant("the next row is this one", CUDA_RECIPES, "dense_[u] + n - 1", "dense_[u]"),
     Mutant("complex numbers in any strides", DERIVATION, " || c10::isComplexType(recipe.dtype)", ""),

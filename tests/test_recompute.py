@@ -1025,6 +1025,20 @@ def test_batch_norm_in_training_before_its_output_is_saved(training):
     same_with_scope(run)
 
 
+def test_batch_norm_in_evaluation_is_compared_once(monkeypatch):
+    compared = []
+    monkeypatch.setattr(hook, "verify", lambda *given, verify=hook.verify: compared.append(given) or verify(*given))
+    net = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+    for training, expected in ((False, 1), (False, 0), (True, None), (False, 0)):
+        compared.clear()
+        net[1].train(training)
+        with Scope() as scope:
+            y = net(torch.randn(640, 16))
+        assert scope.count[True] == 1
+        assert expected is None or len(compared) == expected
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, partial(nn.GroupNorm, 2)])
 @pytest.mark.parametrize("bias_of", ["own", "tied", "other"])
 def test_frozen_biases(kind, bias_of):

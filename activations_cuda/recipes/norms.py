@@ -77,6 +77,7 @@ def _into(out, kept, function, *tensors):
 
 
 STATISTICS = "result1", "result2"
+RUNNING = "running_mean", "running_var"
 
 
 def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str) -> Op:
@@ -87,8 +88,7 @@ def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str) -> Op:
         x, w = step.operand(0, "input"), step.operand(1, "weight")
         b = _bias(step, 2, w)
         if not step.node._saved_training:  # type: ignore[attr-defined]
-            # Copies, since a forward pass in training mode writes to them unnoticed.
-            return _batch_norm_eval, (x, w, b, step.copy("running_mean"), step.copy("running_var")), step.arguments(eps)
+            return _batch_norm_eval, (x, w, b, *map(step.statistics, RUNNING)), step.arguments(eps)
         return candidates, (x, w, b, *map(step.saved, STATISTICS)), step.arguments(eps)
 
     return Op(candidates, ("input", "weight", None), (eps,), saved=STATISTICS, when="training", otherwise=otherwise)

@@ -95,11 +95,11 @@ class Step:
         """The value, number or None behind what the node saved under a name."""
         return _C.recipes.saved(self.node, _as_packed(name))
 
-    def copy(self, name: str) -> Any:
-        """A copy of what the node saved under a name, to which ops may have written since without counting a version."""
-        self.is_assumed = True
-        with computing():
-            return _C.recipes.keep(self.saved(name).tensor().clone(), self._hook.outer)
+    def statistics(self, name: str) -> Any:
+        """A copy of the running statistics that the node saved under a name: ops write to them without counting a version."""
+        value, is_late = _C.recipes.saved_statistics(self._hook, self.node, _as_packed(name))
+        self.is_assumed |= is_late
+        return value
 
     def arguments(self, *names: str) -> tuple[Any, ...]:
         return tuple(_C.recipes.argument(self.node, "_saved_" + name) for name in names)

@@ -15,7 +15,7 @@
 #include "../origin.h"
 #include "computing.h"
 #include "fusion.h"
-#include "parameters.h"
+#include "leaves.h"
 
 namespace fastact::recipes {
 

@@ -16,8 +16,8 @@
 #include "../../torch_version.h"
 #include "computing.h"
 #include "derivation.h"
+#include "leaves.h"
 #include "masks.h"
-#include "parameters.h"
 #include "python.h"
 
 namespace fastact::recipes {
@@ -116,6 +116,9 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     if (is_freed_parameter(owner)) {
       value_of(value).is_private = true;
       value_of(value).copy = copy_of(tensor);
+    } else if (are_statistics(tensor)) {
+      const at::NoGradGuard no_grad;
+      value_of(value).copy = keep(tensor.clone(), py::none(), outer);
     }
     return value;
   }

@@ -10,8 +10,8 @@
 #include "derivation.h"
 #include "fusion.h"
 #include "hook.h"
+#include "leaves.h"
 #include "masks.h"
-#include "parameters.h"
 
 namespace fastact::recipes {
 namespace {
@@ -81,6 +81,11 @@ void add_step(py::module_& module) {
   });
   module.def("argument", [](py::handle node, py::handle name) { return argument(node, name.ptr()); });
   module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });
+  module.def("saved_statistics", [](py::handle hook, py::handle node, py::handle name) {
+    bool is_late = false;
+    const py::object value = or_underivable(saved_statistics(hook, node, name.ptr(), &is_late));
+    return std::make_pair(value, is_late);
+  });
   module.def("keep", [](py::handle tensor, const py::object& hooks) {
     return keep(THPVariable_Unpack(tensor.ptr()), py::none(), hooks);
   });

@@ -10,7 +10,7 @@
 
 #include "../../torch_version.h"
 #include "derivation.h"
-#include "parameters.h"
+#include "leaves.h"
 
 namespace fastact::recipes {
 namespace {
@@ -122,7 +122,7 @@ py::object saved(py::handle node, PyObject* name) {
   const py::object raw = attribute(node, name), data = attribute(raw, NAME("data"));
   if (is_value(data)) {
     const Value& value = value_of(data);
-    return value.is_private ? value.copy : value.is_current() && !is_private(value) ? data : py::object();
+    return value.is_private || value.copy ? value.copy : value.is_current() && !is_private(value) ? data : py::object();
   }
   if (!attribute(raw, NAME("unpack_hook")).is_none()) {
     return {};
@@ -136,6 +136,22 @@ py::object saved(py::handle node, PyObject* name) {
     return is_number ? py::object(data.attr("item")()) : py::object();  // else saved before the scope
   }
   return data;
+}
+
+py::object saved_statistics(py::handle hook, py::handle node, PyObject* name, bool* is_late) {
+  const py::object data = attribute(attribute(node, name), NAME("data"));
+  if (is_value(data) && value_of(data).copy) {
+    return value_of(data).copy;
+  }
+  *is_late = true;
+  const py::object value = saved(node, name);
+  if (!value || !is_value(value)) {
+    return {};
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor tensor = value_of(value).tensor();
+  note_statistics(tensor);
+  return keep(tensor.clone(), py::none(), attribute(hook, NAME("outer")));
 }
 
 py::object operand(Step& step, size_t i, PyObject* name) {

@@ -1,8 +1,10 @@
-// Parameters that sharded training frees while a graph is alive.
+// Leaves of the graph that change while it is alive, without a version that counts it. What follows from one needs a copy, made
+// while the leaf still has its value.
 //
 // FSDP2, and FSDP1, whose parameters are views of a flat one, free a module's parameters after its forward pass, until the
-// backward pass reaches it. So a parameter's value is private to what saved it, which reads it where it is there again; any
-// other reader gets a copy, made while it is there.
+// backward pass reaches it. So a parameter's value is private to what saved it, which reads it where it is there again.
+//
+// Batch norm in training writes to its running statistics, which the same module in evaluation mode normalizes with.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,5 +31,9 @@ bool is_freed_parameter(const at::Tensor& leaf);
 
 // A copy of a norm's weight or bias that FSDP2 frees; null for what is large, or freed already.
 py::object copy_of(const at::Tensor& parameter);
+
+// Running statistics, from the first recipe on that needs them.
+void note_statistics(const at::Tensor& tensor);
+bool are_statistics(const at::Tensor& leaf);
 
 }  // namespace fastact::recipes
