@@ -13,7 +13,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from activations_cuda import _C
-from activations_cuda.recipes import hook, norms, rules
+from activations_cuda.recipes import formulas, norms
 from benchmarks import record
 from benchmarks.timing import StepClock, alternate, spread
 
@@ -64,7 +64,7 @@ def residual(x):
     return recipe(
         x,
         torch.relu,
-        recipe(x, rules.add, batch_norm(x), numbers(*x.shape).to(memory_format=torch.channels_last), arguments=(1,)),
+        recipe(x, formulas.add, batch_norm(x), numbers(*x.shape).to(memory_format=torch.channels_last), arguments=(1,)),
     )
 
 
@@ -78,8 +78,8 @@ def swiglu(x):
 
 def dropout(x):
     bits = torch.randint(256, ((x.numel() + 7) // 8,), dtype=torch.uint8, device="cuda")
-    mask = recipe(torch.empty(x.shape, device="cuda", dtype=torch.bool), hook.UNPACK_MASK, bits)
-    return recipe(x, rules.scaled, x, mask, arguments=(1.1,))
+    mask = recipe(torch.empty(x.shape, device="cuda", dtype=torch.bool), _C.recipes.unpack_mask, bits)
+    return recipe(x, formulas.scaled, x, mask, arguments=(1.1,))
 
 
 # What each makes of a tensor, and the bytes of an element that it reads and writes.

@@ -9,13 +9,15 @@ from torch import nn
 
 import activations_cuda
 from activations_cuda import _C
-from activations_cuda.recipes import norms, programs, rules, verification
+from activations_cuda.recipes import formulas, norms, programs, verification
+from activations_cuda.recipes.formulas import FORMULAS, Facts
 from activations_cuda.recipes.verification import Candidates, is_identical
 from recomputing import Keep, Scope, compare
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
+PROGRAMS = {formula: facts.program for formula, facts in FORMULAS.items() if facts.program is not None}
 SPECIAL = math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 6.0, -3.0, 3.0, 0.5
 # In vectors of eight, of four, and in none; rows that end within vectors, of which the last thread has fewer.
 SHAPES = (4, 64, 8, 8), (2, 16, 14, 14), (3, 12, 7, 5), (2, 16, 3, 3), (1, 8, 3, 3), (1, 2, 1, 1)
@@ -50,11 +52,11 @@ def operands_of(formula, x):
     if formula.__name__.startswith("_batch_norm"):
         return (weight, bias, mean, rstd), (1e-5,)
     others = {
-        rules.add: ((numbers(x.shape, device, dtype),), (1,)),
+        formulas.add: ((numbers(x.shape, device, dtype),), (1,)),
         torch.mul: ((numbers(x.shape, device, dtype),), ()),
         F.hardtanh: ((), (-0.3, 0.7)),
         _C.hardtanh: ((), (-0.3, 0.7)),
-        rules.scaled: ((torch.rand(x.shape, device=device) > 0.3,), (1.25,)),
+        formulas.scaled: ((torch.rand(x.shape, device=device) > 0.3,), (1.25,)),
         torch.Tensor.to: ((), (dtype,)),
         torch.pow: ((), (3,)),
     }
@@ -75,7 +77,7 @@ def case(formula, dtype, shape, layout, device):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("formula", [f for f in programs.PROGRAMS if f is not rules.scaled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("formula", [f for f in PROGRAMS if f is not formulas.scaled], ids=lambda f: f.__name__)
 def test_program(formula, dtype, shape, layout, device):
     x, operands, arguments, expected = case(formula, dtype, shape, layout, device)
     found = fused(formula, (x, *operands), arguments, expected)
@@ -87,7 +89,7 @@ def test_program(formula, dtype, shape, layout, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("formula", sorted(programs.TABULATED, key=str), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("formula", [f for f in FORMULAS if FORMULAS[f].is_tabulated], ids=lambda f: f.__name__)
 def test_table(formula, dtype, device):
     arguments = {torch.ops.aten.elu: (1.0, 1, 1), torch.pow: (3,), _C.hardshrink: (0.5,), _C.softshrink: (0.5,)}
     arguments |= {_C.threshold: (0.1, 2.0), _C.leaky_relu: (0.01,), F.celu: (0.7,), _C.gelu: ("none",)}
@@ -105,12 +107,12 @@ def test_table(formula, dtype, device):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("formula", [*norms.NATIVE, norms._group_norm_affine, rules.same], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("formula", [*norms.NATIVE, norms._group_norm_affine, formulas.same], ids=lambda f: f.__name__)
 def test_gradient(formula, dtype, shape, layout, device):
     """Through a recipe of a function's input: the gradient times two factors, one after the other."""
     x, operands, arguments, z = case(formula, dtype, shape, layout, device)
     recipe = _C.recipes.recipe(z, formula, (x, *operands), arguments)
-    if formula in programs.PROGRAMS and not is_identical(_C.recipes.fused(recipe), z):
+    if formula in PROGRAMS and not is_identical(_C.recipes.fused(recipe), z):
         pytest.skip("not contracted on a CPU")
     derivative = torch.randn(2**16, 2, device=device)
     derivative[::7, 0] = -0.0  # selects
@@ -122,7 +124,7 @@ def test_gradient(formula, dtype, shape, layout, device):
         found = _C.recipes.gradient(recipe, grad, derivative)
         stride = torch.ops.aten.silu_backward(grad, z).stride()
         if found is None:
-            assert stride != z.stride() or formula not in programs.PROGRAMS
+            assert stride != z.stride() or formula not in PROGRAMS
         else:
             assert is_identical(found, expected) and found.stride() == stride
     assert _C.recipes.gradient(recipe, grad.float(), derivative) is None
@@ -131,7 +133,7 @@ def test_gradient(formula, dtype, shape, layout, device):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("formula", [*norms.NATIVE, norms._group_norm_affine, rules.same], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("formula", [*norms.NATIVE, norms._group_norm_affine, formulas.same], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 def test_gradient_in_float32(layout, shape, formula, device):
     """By a step, whose exponential is CUDA's."""
@@ -139,7 +141,7 @@ def test_gradient_in_float32(layout, shape, formula, device):
     grad = numbers(shape, device).contiguous(memory_format=layout)
     found = _C.recipes.gradient(_C.recipes.recipe(z, formula, (x, *operands), arguments), grad, "silu_gradient")
     expected = torch.ops.aten.silu_backward(grad, z)
-    if device == "cpu" or formula not in programs.PROGRAMS:
+    if device == "cpu" or formula not in PROGRAMS:
         assert found is None
     else:
         assert is_identical(found, expected) and found.stride() == expected.stride()
@@ -308,21 +310,17 @@ def test_what_has_other_readers_is_read_or_computed_once():
     assert torch.equal(grad, expected)
 
 
-def test_a_program_that_gives_other_bits_is_not_used(monkeypatch):
+def test_a_program_that_gives_other_bits_is_not_used():
     """What is wrong with a program shows at its first use, and the formula computes it."""
     x = torch.randn(64, 64, requires_grad=True)
-    monkeypatch.setattr(
-        programs, "PROGRAMS", programs.PROGRAMS | {torch.relu: (programs._instruction("clamp", 0.25, math.inf),)}
-    )
-    set_programs(programs.PROGRAMS)
+    _C.recipes.set_facts({torch.relu: Facts(program=(programs.instruction("clamp", 0.25, math.inf),))})
     try:
         _C.recipes.forget_chosen()
         with activations_cuda.recompute(check=True):
             Keep.apply(F.relu(x * 1 + x)).sum().backward()
         assert torch.relu in _C.recipes.chosen().values()
     finally:
-        monkeypatch.undo()
-        set_programs(programs.PROGRAMS)
+        _C.recipes.set_facts(FORMULAS)
         _C.recipes.forget_chosen()
 
 
@@ -371,10 +369,6 @@ def test_trials_run_no_formula_by_ops_where_the_kernel_fits():
     assert not ran
 
 
-def set_programs(given):
-    _C.recipes.set_programs(given, programs.TABULATED, programs.table)
-
-
 def test_subnormals_that_the_cpu_flushes():
     torch.set_flush_denormal(True)
     try:
@@ -413,14 +407,14 @@ def test_past_two_to_the_31():
 
 
 def test_every_instruction_is_reached():
-    opcodes = {each[0] for program in programs.PROGRAMS.values() for each in program}
+    opcodes = {each[0] for program in PROGRAMS.values() for each in program}
     assert opcodes | {"load", "stash", "look_up", "gradient", "silu_gradient"} == set(_C.recipes.opcodes)
 
 
 def test_formulas_without_a_program():
     """They are PyTorch's own ops."""
-    formulas = {*norms.NATIVE, *norms.CUDNN, *norms.MIOPEN}
-    assert {f.__name__ for f in formulas - set(programs.PROGRAMS)} == {
+    named = {*norms.NATIVE, *norms.CUDNN, *norms.MIOPEN}
+    assert {f.__name__ for f in named - set(PROGRAMS)} == {
         "_batch_norm_whole",
         "_batch_norm_cudnn",
         "_batch_norm_miopen",

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import itertools
 import math
@@ -21,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import _C, GELU, SiLU, convert, recompute
 from activations_cuda.recipes import hook, norms, programs, scope
-from activations_cuda.recipes.rules import IN_PLACE, RULES, op, same
+from activations_cuda.recipes.formulas import FORMULAS, same
+from activations_cuda.recipes.rules import RULES, op
 from activations_cuda.recipes.step import Underivable
 from activations_cuda.recipes.verification import Candidates
 from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net
@@ -937,7 +939,13 @@ def test_masks_are_found_again(numel, device):
         assert_same(scope.pack(transposed).tensor(), transposed)
 
 
-def test_temporaries_are_written_to(monkeypatch):
+@pytest.fixture
+def set_facts():
+    yield _C.recipes.set_facts
+    _C.recipes.set_facts(FORMULAS)
+
+
+def test_temporaries_are_written_to(set_facts):
     """A chain of recipes needs no memory for what is between, and writes to nothing else."""
     written = []
 
@@ -945,7 +953,7 @@ def test_temporaries_are_written_to(monkeypatch):
         written.append(x)
         return torch.relu_(x)
 
-    monkeypatch.setitem(IN_PLACE, torch.relu, relu_)
+    set_facts({torch.relu: dataclasses.replace(FORMULAS[torch.relu], in_place=relu_)})
 
     def run(scope):
         torch.manual_seed(0)

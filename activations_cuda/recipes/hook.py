@@ -8,18 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from activations_cuda import _C
-from activations_cuda.recipes import programs
-from activations_cuda.recipes.rules import (
-    IN_PLACE,
-    MOVEMENTS,
-    OF_ALL_OUTPUTS,
-    RULES,
-    RULES_WITH_CONVOLUTIONS,
-    VARIES,
-    Op,
-    same,
-)
-from activations_cuda.recipes.step import DTYPE, SHAPE, NothingYet, Step, Underivable, computing
+from activations_cuda.recipes import formulas, programs
+from activations_cuda.recipes.rules import OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS
+from activations_cuda.recipes.step import DTYPE, SHAPE, NothingYet, Op, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
 unpack = _C.recipes.unpack
@@ -134,15 +125,13 @@ def _failed(tensor, error):
 SMALLEST = 2**14
 SMALLEST_COPY_OF_PARAMETER = 2**20
 
-AS_STRIDED, UNPACK_MASK = "as_strided", "unpack_mask"  # stand for formulas that C++ computes
-
 _C.recipes.set_smallest(SMALLEST, SMALLEST_COPY_OF_PARAMETER)
-_C.recipes.set_programs(programs.PROGRAMS, programs.TABULATED, programs.table)
+_C.recipes.set_facts(formulas.FORMULAS)
 _C.recipes.set_up(
-    in_place=IN_PLACE,
-    movements=MOVEMENTS,
+    table=programs.table,
     reshape=torch.reshape,
     cast=torch.Tensor.to,
+    same=formulas.same,
     rule_of_op=Op,
     of_all_outputs=OF_ALL_OUTPUTS,
     underivable=Underivable,
@@ -151,12 +140,8 @@ _C.recipes.set_up(
     step=_step,
     is_right=_is_right,
     functions=_C,
-    as_strided=AS_STRIDED,
-    unpack_mask=UNPACK_MASK,
-    same=same,
     failed=_failed,
     cast_node="ToCopyBackward0",
-    varies=VARIES,
     shape=SHAPE,
     dtype=DTYPE,
 )

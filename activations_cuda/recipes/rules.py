@@ -8,8 +8,6 @@ To add one, find the node's name (``tensor.grad_fn.name()``) and what it saves (
 formula must repeat its op to the bit, so no matrix products, convolutions, random numbers, or sums in any order.
 """
 
-import ctypes
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from activations_cuda import _C
-from activations_cuda.recipes import norms
+from activations_cuda.recipes import formulas, norms
 from activations_cuda.recipes.step import DTYPE, SHAPE, Op, Result, Step, Underivable
 
 aten = torch.ops.aten
@@ -52,18 +50,6 @@ def indexed(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
     return lambda step: (formula, (step.operand(0, "self"), *step.arguments("dim"), step.saved("index")), ())
 
 
-def cat(*tensors_and_dim):
-    return torch.cat(tensors_and_dim[:-1], tensors_and_dim[-1])
-
-
-def stack(*tensors_and_dim):
-    return torch.stack(tensors_and_dim[:-1], tensors_and_dim[-1])
-
-
-def same(input: Tensor) -> Tensor:
-    return input
-
-
 def _at_first(mask, tensor):
     """The element where the mask is first true, without waiting for the device."""
     index = mask.reshape(-1).to(torch.uint8).argmax()
@@ -83,18 +69,9 @@ def threshold(step: Step) -> Result:
     (bound,) = step.arguments("threshold")
 
     def beyond(tensor_of_input, tensor):
-        return _at_first(_is_beyond(tensor_of_input, bound), tensor)
+        return _at_first(formulas.is_beyond(tensor_of_input, bound), tensor)
 
-    return _threshold, (input, step.constant(beyond, input)), (bound,)
-
-
-def _threshold(input, value, bound):
-    return torch.where(_is_beyond(input, bound), value, input)
-
-
-def _is_beyond(input, bound):
-    """As PyTorch's op compares them: half types in float32 on the CPU."""
-    return (input.float() if input.device.type == "cpu" and input.element_size() == 2 else input) <= bound
+    return formulas.threshold, (input, step.constant(beyond, input)), (bound,)
 
 
 def constant_pad(step: Step) -> Result:
@@ -108,12 +85,7 @@ def constant_pad(step: Step) -> Result:
         corner = tensor.select(-1 - side // 2, -(side % 2))
         return corner[(slice(1),) * corner.dim()].reshape(()).clone()
 
-    return _padded, (step.operand(0), step.constant(border)), (pad,)
-
-
-def _padded(input, border, pad):
-    inside = F.pad(torch.ones((1,) * input.dim(), dtype=torch.bool, device=input.device).expand(input.shape), pad)
-    return torch.where(inside, F.pad(input, pad), border)
+    return formulas.padded, (step.operand(0), step.constant(border)), (pad,)
 
 
 def rrelu(step: Step) -> Result:
@@ -129,40 +101,12 @@ def scale_of_dropout(p: float) -> tuple[float] | None:
     return None if p == 1 else (1 / (1 - p),)  # p=1 gives zeros, which need no recipe
 
 
-def scaled(input, mask, scale):
-    return input.mul(mask).mul_(scale)
-
-
 def where(step: Step) -> Result:
     return torch.where, (step.saved("condition"), step.operand(0), step.operand(1)), ()
 
 
 def embedding(step: Step) -> Result:
     return F.embedding, (step.saved("indices"), step.operand(0)), ()
-
-
-def add(self, other, alpha):
-    return torch.add(self, other, alpha=alpha)
-
-
-def sub(self, other, alpha):
-    return torch.sub(self, other, alpha=alpha)
-
-
-def add_(self, other, alpha):
-    return self.add_(other, alpha=alpha)
-
-
-def sub_(self, other, alpha):
-    return self.sub_(other, alpha=alpha)
-
-
-def addcmul(self, tensor1, tensor2, value):
-    return torch.addcmul(self, tensor1, tensor2, value=value)
-
-
-def addcdiv(self, tensor1, tensor2, value):
-    return torch.addcdiv(self, tensor1, tensor2, value=value)
 
 
 def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result]:
@@ -174,54 +118,6 @@ def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result
         return formula, (input, indices), ()
 
     return rule
-
-
-def max_pool2d(input, indices):
-    return _gathered(input.flatten(-2), indices.flatten(-2), indices)
-
-
-def max_pool3d(input, indices):
-    return _gathered(input.flatten(-3), indices.flatten(-3), indices)
-
-
-def _gathered(planes, indices, like):
-    """The elements that were the greatest: it is for their indices that backward saves them."""
-    values = torch.empty_like(like, dtype=planes.dtype)
-    return torch.gather(planes, -1, indices, out=values.view(indices.shape)).view(like.shape)
-
-
-def adaptive_avg_pool2d(input, shape):
-    return aten._adaptive_avg_pool2d(input, shape[-2:])
-
-
-@functools.lru_cache(maxsize=1024)
-def _repeats(size, output):
-    """Whether each element is repeated as often. PyTorch scales indices in float32, which may round whole ones down."""
-    factor, scale = output // size, _float32(size / output)
-    is_whole = output == factor * size < 2**24
-    return is_whole and all(int(_float32(i * factor * scale)) == i for i in range(size))
-
-
-def _float32(number):
-    return ctypes.c_float(number).value
-
-
-def upsample_nearest(input, output_size, *scales):
-    """By whole numbers each element is repeated, which a copy does faster than PyTorch's kernel for channels-last."""
-    sizes = input.shape[2:]
-    given = zip(sizes, output_size, scales, strict=True)
-    if not all(_repeats(size, output) and scale in (None, output / size) for size, output, scale in given):
-        return (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)[len(sizes) - 1](
-            input, output_size, *scales
-        )
-    is_channels_last = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if is_channels_last else torch.contiguous_format
-    output = torch.empty((*input.shape[:2], *output_size), dtype=input.dtype, device=input.device, memory_format=layout)
-    to = output
-    for dim, size in reversed([*enumerate(sizes, 2)]):
-        to, input = to.unflatten(dim, (size, -1)), input.unsqueeze(dim + 1)
-    to.copy_(input.expand_as(to))
-    return output
 
 
 WINDOW = "kernel_size", "stride", "padding"
@@ -257,8 +153,8 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "NativeGroupNormBackward0": norms.GROUP_NORM,
     "FusedRmsNormBackward0": norms.rms_norm,
     # arithmetic
-    "AddBackward0": unsaved(add, "alpha", operands=2),
-    "SubBackward0": unsaved(sub, "alpha", operands=2),
+    "AddBackward0": unsaved(formulas.add, "alpha", operands=2),
+    "SubBackward0": unsaved(formulas.sub, "alpha", operands=2),
     "MulBackward0": binary(torch.mul),
     "DivBackward0": binary(torch.div),
     "PowBackward0": op(torch.pow, "exponent"),
@@ -283,17 +179,17 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "MinimumBackward0": binary(torch.minimum),
     "LerpBackward0": unsaved(torch.lerp, "weight", operands=2),
     "LerpBackward1": op(torch.lerp, operands=("self", "end", "weight")),
-    "AddcmulBackward0": op(addcmul, "value", operands=TENSORS),
-    "AddcdivBackward0": op(addcdiv, "value", operands=TENSORS),
+    "AddcmulBackward0": op(formulas.addcmul, "value", operands=TENSORS),
+    "AddcdivBackward0": op(formulas.addcdiv, "value", operands=TENSORS),
     "WhereBackward0": where,
     "MaskedFillBackward0": masked_fill,
-    "NativeDropoutBackward0": Op(scaled, (None,), ("p",), saved=("result1",), convert=scale_of_dropout),
+    "NativeDropoutBackward0": Op(formulas.scaled, (None,), ("p",), saved=("result1",), convert=scale_of_dropout),
     # casts and copies
     "ToCopyBackward0": unsaved(torch.Tensor.to, DTYPE),
-    "CloneBackward0": unsaved(same),
-    "AliasBackward0": unsaved(same),
-    "CatBackward0": Op(cat, None, ("dim",)),
-    "StackBackward0": Op(stack, None, ("dim",)),
+    "CloneBackward0": unsaved(formulas.same),
+    "AliasBackward0": unsaved(formulas.same),
+    "CatBackward0": Op(formulas.cat, None, ("dim",)),
+    "StackBackward0": Op(formulas.stack, None, ("dim",)),
     "ConstantPadNdBackward0": constant_pad,
     "ReflectionPad1DBackward0": op(aten.reflection_pad1d, "padding"),
     "ReflectionPad2DBackward0": op(aten.reflection_pad2d, "padding"),
@@ -311,14 +207,14 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "IndexSelectBackward0": indexed(torch.index_select),
     "GatherBackward0": indexed(torch.gather),
     "EmbeddingBackward0": embedding,
-    "UpsampleNearest1DBackward0": unsaved(upsample_nearest, "output_size", "scales"),
-    "UpsampleNearest2DBackward0": unsaved(upsample_nearest, "output_size", "scales_h", "scales_w"),
-    "UpsampleNearest3DBackward0": unsaved(upsample_nearest, "output_size", "scales_d", "scales_h", "scales_w"),
+    "UpsampleNearest1DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales"),
+    "UpsampleNearest2DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales_h", "scales_w"),
+    "UpsampleNearest3DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales_d", "scales_h", "scales_w"),
     "AvgPool2DBackward0": op(aten.avg_pool2d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AvgPool3DBackward0": op(aten.avg_pool3d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
-    "AdaptiveAvgPool2DBackward0": op(adaptive_avg_pool2d, SHAPE),
-    "MaxPool2DWithIndicesBackward0": pooled(max_pool2d, dims=2),
-    "MaxPool3DWithIndicesBackward0": pooled(max_pool3d, dims=3),
+    "AdaptiveAvgPool2DBackward0": op(formulas.adaptive_avg_pool2d, SHAPE),
+    "MaxPool2DWithIndicesBackward0": pooled(formulas.max_pool2d, dims=2),
+    "MaxPool3DWithIndicesBackward0": pooled(formulas.max_pool3d, dims=3),
     # views in the middle of a chain; one that is saved itself is its base and a geometry
     "ViewBackward0": unsaved(torch.reshape, SHAPE),
     "UnsafeViewBackward0": unsaved(torch.reshape, SHAPE),
@@ -354,68 +250,5 @@ CONVOLUTION = "stride", "padding", "dilation", "transposed", "output_padding", "
 # Those of recompute(convolutions=True).
 RULES_WITH_CONVOLUTIONS = {**RULES, "ConvolutionBackward0": depthwise_convolution}
 
-# For an operand that is a temporary: the same, written to it.
-IN_PLACE = {
-    torch.relu: torch.relu_,
-    F.hardtanh: F.hardtanh_,
-    F.leaky_relu: F.leaky_relu_,
-    torch.sigmoid: torch.sigmoid_,
-    torch.tanh: torch.tanh_,
-    torch.neg: torch.neg_,
-    torch.mul: torch.Tensor.mul_,
-    torch.div: torch.Tensor.div_,
-    add: add_,
-    sub: sub_,
-    _C.silu: _C.silu_,
-    _C.hardswish: _C.hardswish_,
-    _C.mish: _C.mish_,
-    _C.relu: _C.relu_,
-    _C.relu6: _C.relu6_,
-    _C.hardtanh: _C.hardtanh_,
-}
-
-# Their elements are their operands'. So a float32 tensor that came from a half type can be moved before it is cast.
-MOVEMENTS = {
-    same,
-    cat,
-    stack,
-    torch.roll,
-    torch.flip,
-    torch.Tensor.repeat,
-    F.pixel_shuffle,
-    F.pixel_unshuffle,
-    aten.reflection_pad1d,
-    aten.reflection_pad2d,
-    aten.reflection_pad3d,
-    aten.replication_pad1d,
-    aten.replication_pad2d,
-    aten.replication_pad3d,
-    upsample_nearest,
-    torch.reshape,
-    torch.Tensor.expand,
-    torch.transpose,
-    torch.t,
-    torch.permute,
-    torch.select,
-    aten.slice,
-}
-
 # All outputs of these follow by their rule; of other ops the first alone, since the others are statistics or indices.
 OF_ALL_OUTPUTS = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}
-
-# CPU ops whose bits differ between vectors and single elements, and so with the layout.
-VARIES = {
-    torch.rsqrt,
-    torch.sigmoid,
-    torch.tanh,
-    torch.exp,
-    torch.expm1,
-    torch.lerp,
-    torch.pow,
-    aten.elu,
-    F.celu,
-    F.softplus,
-    _C.gelu,
-    _C.silu,
-    _C.mish,
-}

@@ -17,8 +17,11 @@
 #include <array>
 #include <atomic>
 #include <limits>
+#include <optional>
 #include <tuple>
 #include <vector>
+
+#include "../../recipes/program.h"
 
 namespace fastact {
 
@@ -52,8 +55,8 @@ struct Smooth {
     int64_t tabulates_from;
   } bfloat16, half;
 
-  // The instruction of recipes/program.h that is its gradient in float32 on a GPU, if there is one.
-  const char* gradient_opcode = nullptr;
+  // The instruction that is its gradient in float32 on a GPU, if there is one.
+  std::optional<Opcode> gradient_opcode = std::nullopt;
 
   static constexpr int kDevices = 1 + 128;  // the CPU, and the GPUs
   mutable std::array<TablesSlot, 2 * kDevices> slots = {};
@@ -119,7 +122,7 @@ struct Silu : WithoutParameters<Silu> {
   }
 
   inline static const Smooth activations[] = {
-      {"silu", at::silu, at::silu_, at::silu_backward, factors, {5, 1 << 26}, {10, kNever}, "silu_gradient"},
+      {"silu", at::silu, at::silu_, at::silu_backward, factors, {5, 1 << 26}, {10, kNever}, Opcode::silu_gradient},
   };
 };
 

@@ -17,6 +17,7 @@
 
 #include "../../torch_version.h"
 #include "../dtypes.h"
+#include "formulas.h"
 #include "fusion.h"
 #include "masks.h"
 #include "python.h"
@@ -68,15 +69,13 @@ at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
   return tensor.strides() == strides ? tensor : at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor);
 }
 
-const Formulas* known_formulas = nullptr;
-
 // The half type that all elements of a float32 recipe came from, by movements alone, or undefined.
 at::ScalarType half_of(const Value& value) {
   if (!value.is_recipe() || value.dtype != at::kFloat) {
     return at::ScalarType::Undefined;
   }
   const bool is_cast = value.formula.is(formulas().cast);
-  if (!is_cast && !contains(formulas().movements, value.formula)) {
+  if (!is_cast && !facts_of(value.formula).is_movement) {
     return at::ScalarType::Undefined;
   }
   auto result = at::ScalarType::Undefined;
@@ -256,7 +255,6 @@ py::object Value::fetch() {
 }
 
 at::Tensor Value::apply(bool* is_new) {
-  PyObject* called = formula.ptr();
   c10::SmallVector<py::object, 8> given;
   bool may_write = false;
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -270,19 +268,8 @@ at::Tensor Value::apply(bool* is_new) {
                        : may_write && operand.scalar_type() == THPVariable_Unpack(given[0].ptr()).scalar_type();
     given.push_back(py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(operand))));
   }
-  if (may_write) {
-    PyObject* const other = PyDict_GetItem(formulas().in_place.ptr(), called);
-    called = other ? other : called;
-  }
-  return call(called, given, arguments, is_new);
-}
-
-void set_formulas(Formulas given) {
-  known_formulas = new Formulas(std::move(given));
-}
-
-const Formulas& formulas() {
-  return *known_formulas;
+  const py::object& in_place = facts_of(formula).in_place;
+  return call(may_write && in_place ? in_place.ptr() : formula.ptr(), given, arguments, is_new);
 }
 
 bool is_cast_back(const Value& value) {

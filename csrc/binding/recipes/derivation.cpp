@@ -14,6 +14,7 @@
 #include "../dtypes.h"
 #include "../origin.h"
 #include "computing.h"
+#include "formulas.h"
 #include "fusion.h"
 #include "leaves.h"
 
@@ -80,7 +81,7 @@ bool choose(const py::object& object, bool is_assumed) {
 
 // Whether PyTorch's op on the CPU rounds differently where its operands have other strides: most ops on complex numbers do.
 bool varies(const Value& recipe) {
-  return contains(callbacks().varies, recipe.formula) || c10::isComplexType(recipe.dtype) ||
+  return facts_of(recipe.formula).varies || c10::isComplexType(recipe.dtype) ||
          std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
            return is_value(each) && c10::isComplexType(value_of(each).dtype_of());
          });

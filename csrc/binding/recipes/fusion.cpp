@@ -19,64 +19,11 @@
 #include "../older_torch.h"
 #include "../strides.h"
 #include "computing.h"
+#include "formulas.h"
 #include "python.h"
 
 namespace fastact::recipes {
 namespace {
-
-// How the dimensions of an operand belong to the output's: as in broadcasting, or one for each channel, or for each group of
-// channels in each sample. A table has none of them.
-enum class Place { broadcast, channels, groups, table };
-
-// A reference of a formula's instruction: to an operand of the formula, to an argument, or a number. The number also stands for
-// an operand that is None.
-struct FormulaReference {
-  int operand = -1, argument = -1;
-  Place place = Place::broadcast;
-  float number = 0;
-};
-
-struct FormulaInstruction {
-  Opcode opcode;
-  bool is_rounded;  // as the last one is
-  std::vector<FormulaReference> references;
-};
-
-struct Programs {
-  std::unordered_map<PyObject*, std::vector<FormulaInstruction>> instructions;
-  py::object tabulated;  // formulas of one operand, of which there may be tables for half types
-  py::object table;      // (formula, arguments, like) -> a table, or None
-};
-
-Programs* programs = nullptr;
-
-Opcode opcode_of(const std::string& name) {
-#define INSTRUCTION(opcode, references) \
-  if (name == #opcode) {                \
-    return Opcode::opcode;              \
-  }
-  FASTACT_INSTRUCTIONS(INSTRUCTION)
-#undef INSTRUCTION
-  TORCH_CHECK_VALUE(false, "recompute: expected an instruction of recipes/program.h, got ", name);
-}
-
-FormulaReference reference_of(py::handle given) {
-  FormulaReference reference;
-  if (PyFloat_Check(given.ptr())) {
-    reference.number = py::cast<float>(given);
-    return reference;
-  }
-  const py::tuple fields = py::reinterpret_borrow<py::tuple>(given);
-  if (fields.size() == 1) {
-    reference.argument = py::cast<int>(fields[0]);
-    return reference;
-  }
-  const auto place = py::cast<std::string>(fields[1]);
-  reference.operand = py::cast<int>(fields[0]);
-  reference.place = place == "channels" ? Place::channels : place == "groups" ? Place::groups : Place::broadcast;
-  reference.number = py::cast<float>(fields[2]);
-  return reference;
-}
 
 bool is_float(at::ScalarType dtype) {
   return dtype == at::kFloat || is_half(dtype);
@@ -161,14 +108,14 @@ class Builder {
     }
     ++formulas_;
     Value& first = value_of(recipe.operands[0]);
-    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && contains(programs->tabulated, recipe.formula)) {
+    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && facts_of(recipe.formula).is_tabulated) {
       return append_operand(recipe, first) && append_table(recipe) && finish(recipe, 1);
     }
-    const auto known = programs->instructions.find(recipe.formula.ptr());
-    if (known == programs->instructions.end()) {
+    const auto& program = facts_of(recipe.formula).program;
+    if (!program) {
       return false;
     }
-    const auto& instructions = known->second;
+    const auto& instructions = *program;
     const bool is_binary =
         instructions.size() == 1 && (instructions[0].opcode == Opcode::add || instructions[0].opcode == Opcode::multiply);
     if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
@@ -442,7 +389,7 @@ bool Builder::read_leaves() {
     }
   }
   for (const auto& [leaf, recipe] : table_for_) {
-    const py::object table = programs->table(recipe->formula, recipe->arguments, dtype_object(recipe->dtype), wrapped(like_));
+    const py::object table = formulas().table(recipe->formula, recipe->arguments, dtype_object(recipe->dtype), wrapped(like_));
     if (table.is_none()) {
       return false;
     }
@@ -538,49 +485,22 @@ std::optional<at::Tensor> Builder::run() {
 
 }  // namespace
 
-void set_programs(const py::dict& given, py::object tabulated, py::object table) {
-  programs = new Programs{{}, std::move(tabulated), std::move(table)};
-  for (const auto& [formula, instructions] : given) {
-    auto& of_formula = programs->instructions[formula.ptr()];
-    formula.inc_ref();
-    for (const py::handle each : py::reinterpret_borrow<py::tuple>(instructions)) {
-      const auto fields = py::reinterpret_borrow<py::tuple>(each);
-      FormulaInstruction instruction = {opcode_of(py::cast<std::string>(fields[0])), py::cast<bool>(fields[1]), {}};
-      for (const py::handle reference : py::reinterpret_borrow<py::tuple>(fields[2])) {
-        instruction.references.push_back(reference_of(reference));
-      }
-      TORCH_CHECK_VALUE(
-          instruction.references.size() == static_cast<size_t>(references_of(instruction.opcode)), "recompute: expected ",
-          references_of(instruction.opcode), " references of the instruction ", py::cast<std::string>(fields[0]), ", got ",
-          instruction.references.size());
-      of_formula.push_back(std::move(instruction));
-    }
-  }
-}
-
-py::tuple opcodes() {
-#define INSTRUCTION(opcode, references) py::str(#opcode),
-  const py::str names[] = {FASTACT_INSTRUCTIONS(INSTRUCTION)};
-#undef INSTRUCTION
-  return py::tuple(py::cast(std::vector<py::object>(std::begin(names), std::end(names))));
-}
-
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
   Builder builder(recipe);
   return builder.append(recipe) && (is_alone || builder.is_worth_it()) ? builder.run() : std::nullopt;
 }
 
-namespace {
-
 std::optional<at::Tensor> compute_gradient(
     Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors, bool is_alone) {
   const auto strides = input.strides_of();
-  if (!strides || grad.sizes() != input.sizes_of() || grad.scalar_type() != input.dtype_of()) {
+  const auto dtype = grad.scalar_type();
+  if (!strides || grad.sizes() != input.sizes_of() || dtype != input.dtype_of() ||
+      !(opcode == Opcode::gradient ? is_half(dtype) : dtype == at::kFloat)) {
     return std::nullopt;
   }
   input.check_unwritten();
   Value gradient;
-  gradient.dtype = grad.scalar_type();
+  gradient.dtype = dtype;
   gradient.sizes = grad.sizes();
   gradient.strides = elementwise_strides(grad.sizes(), grad.strides(), *strides);
   gradient.has_strides = true;
@@ -593,17 +513,6 @@ std::optional<at::Tensor> compute_gradient(
   const bool is_appended =
       builder.append_gradient(input, value_of(incoming), opcode, factors.defined() ? &value_of(table) : nullptr, is_alone);
   return is_appended ? builder.run() : std::nullopt;
-}
-
-}  // namespace
-
-std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const at::Tensor& factors) {
-  return is_half(grad.scalar_type()) ? compute_gradient(input, grad, Opcode::gradient, factors, /*is_alone=*/false)
-                                     : std::nullopt;
-}
-
-std::optional<at::Tensor> compute_gradient(Value& input, const at::Tensor& grad, const char* opcode, bool is_alone) {
-  return grad.scalar_type() == at::kFloat ? compute_gradient(input, grad, opcode_of(opcode), {}, is_alone) : std::nullopt;
 }
 
 }  // namespace fastact::recipes

@@ -16,6 +16,7 @@
 #include "../../torch_version.h"
 #include "computing.h"
 #include "derivation.h"
+#include "formulas.h"
 #include "leaves.h"
 #include "masks.h"
 #include "python.h"
@@ -40,7 +41,7 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
       value_of(value).replaced.reset();
       return value;
     }
-    return recipe_of(ConfigurationOf::written_to, "written to", callbacks().same, value, py::tuple(), tensor);
+    return recipe_of(ConfigurationOf::written_to, "written to", formulas().same, value, py::tuple(), tensor);
   }
   const at::NoGradGuard no_grad;
   py::object copy = keep(tensor.clone(), value_of(value).source, outer);

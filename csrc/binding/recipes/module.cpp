@@ -8,6 +8,7 @@
 #include "../../torch_version.h"
 #include "computing.h"
 #include "derivation.h"
+#include "formulas.h"
 #include "fusion.h"
 #include "hook.h"
 #include "leaves.h"
@@ -53,14 +54,13 @@ py::object or_underivable(py::object value) {
 
 // To set up, in recipes/hook.py and scope.py.
 void add_settings(py::module_& module) {
-  module.def("set_up", [](const py::kwargs& given) {
-    const auto formula = [&](const char* name) { return py::object(given[name]); };
-    set_formulas(
-        {given["in_place"], formula("movements"), formula("reshape"), formula("as_strided"), formula("cast"),
-         formula("unpack_mask")});
+  const py::str as_strided("as_strided"), unpack_mask("unpack_mask");
+  module.attr("unpack_mask") = unpack_mask;
+  module.def("set_facts", &set_facts);
+  module.def("set_up", [=](const py::kwargs& given) {
+    set_formulas({given["reshape"], given["same"], as_strided, given["cast"], unpack_mask, given["table"]});
     set_callbacks(given);
   });
-  module.def("set_programs", &set_programs);
   module.def("set_smallest", &set_smallest);
   module.def("set_sharding", [](bool is_there, bool may_be_flat) { set_sharding({is_there, may_be_flat}); });
   module.def("sequence_number", &at::sequence_number::peek);
@@ -109,11 +109,11 @@ void add_for_tests(py::module_& module) {
   module.attr("opcodes") = opcodes();
   module.def("packed_masks", &packed_masks);
   module.def("gradient", [](const py::object& recipe, py::handle grad, const std::string& opcode) {
-    return wrapped_or_none(compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), opcode.c_str()));
+    return wrapped_or_none(compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), opcode_of(opcode)));
   });
   module.def("gradient", [](const py::object& recipe, py::handle grad, py::handle factors) {
-    return wrapped_or_none(
-        compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), THPVariable_Unpack(factors.ptr())));
+    return wrapped_or_none(compute_gradient(
+        value_of(recipe), THPVariable_Unpack(grad.ptr()), Opcode::gradient, THPVariable_Unpack(factors.ptr())));
   });
   module.def("chosen", [] {
     py::dict result;

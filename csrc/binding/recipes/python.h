@@ -21,10 +21,8 @@ struct Callbacks {
         step(given["step"]),
         is_right(given["is_right"]),
         functions(given["functions"]),
-        same(given["same"]),
         failed(given["failed"]),
         cast_node(py::str(given["cast_node"])),
-        varies(given["varies"]),
         shape(given["shape"]),
         dtype(given["dtype"]) {}
 
@@ -36,10 +34,8 @@ struct Callbacks {
   py::object step;          // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
   py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
   py::object functions;     // this package's, by their names
-  py::object same;          // the formula of copies
   py::object failed;        // (tensor, error)
   py::str cast_node;        // the name of a cast's node
-  py::object varies;        // formulas whose bits depend on their operands' layout, on the CPU
   py::object shape, dtype;  // what stands among a rule's arguments for the output's own
 };
 

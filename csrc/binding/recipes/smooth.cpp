@@ -56,7 +56,7 @@ bool fits(const Smooth& activation, c10::Device device) {
     const at::Tensor some = at::arange(1 << 20, at::dtype(at::kInt).device(device));
     const at::Tensor input = (some * 4097).view(at::kFloat), grad = (some * 40503).view(at::kFloat);
     const py::object value = keep(input, py::none(), py::none());
-    const auto found = compute_gradient(value_of(value), grad, activation.gradient_opcode, /*is_alone=*/true);
+    const auto found = compute_gradient(value_of(value), grad, *activation.gradient_opcode, {}, /*is_alone=*/true);
     if (!found) {
       return false;
     }
@@ -129,9 +129,9 @@ struct SmoothBackward : Node, WithOrigin {
       return std::nullopt;
     }
     if (is_half(dtype)) {
-      return tables ? compute_gradient(value_of(input), grad, tables->derivative) : std::nullopt;
+      return tables ? compute_gradient(value_of(input), grad, Opcode::gradient, tables->derivative) : std::nullopt;
     }
-    return fits(activation_, grad.device()) ? compute_gradient(value_of(input), grad, activation_.gradient_opcode)
+    return fits(activation_, grad.device()) ? compute_gradient(value_of(input), grad, *activation_.gradient_opcode)
                                             : std::nullopt;
   }
 

@@ -1,0 +1,226 @@
+"""The formulas that rules name, where PyTorch has no function that is called like them, and what is known of each.
+
+Those of normalizations are in :mod:`.norms`.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from activations_cuda import _C
+from activations_cuda.recipes import norms
+from activations_cuda.recipes.programs import Instruction, argument, instruction, norm, operand
+
+aten = torch.ops.aten
+
+
+def cat(*tensors_and_dim):
+    return torch.cat(tensors_and_dim[:-1], tensors_and_dim[-1])
+
+
+def stack(*tensors_and_dim):
+    return torch.stack(tensors_and_dim[:-1], tensors_and_dim[-1])
+
+
+def same(input: Tensor) -> Tensor:
+    return input
+
+
+def scaled(input, mask, scale):
+    return input.mul(mask).mul_(scale)
+
+
+def threshold(input, value, bound):
+    return torch.where(is_beyond(input, bound), value, input)
+
+
+def is_beyond(input, bound):
+    """As PyTorch's op compares them: half types in float32 on the CPU."""
+    return (input.float() if input.device.type == "cpu" and input.element_size() == 2 else input) <= bound
+
+
+def padded(input, border, pad):
+    inside = F.pad(torch.ones((1,) * input.dim(), dtype=torch.bool, device=input.device).expand(input.shape), pad)
+    return torch.where(inside, F.pad(input, pad), border)
+
+
+def add(self, other, alpha):
+    return torch.add(self, other, alpha=alpha)
+
+
+def sub(self, other, alpha):
+    return torch.sub(self, other, alpha=alpha)
+
+
+def add_(self, other, alpha):
+    return self.add_(other, alpha=alpha)
+
+
+def sub_(self, other, alpha):
+    return self.sub_(other, alpha=alpha)
+
+
+def addcmul(self, tensor1, tensor2, value):
+    return torch.addcmul(self, tensor1, tensor2, value=value)
+
+
+def addcdiv(self, tensor1, tensor2, value):
+    return torch.addcdiv(self, tensor1, tensor2, value=value)
+
+
+def max_pool2d(input, indices):
+    return _gathered(input.flatten(-2), indices.flatten(-2), indices)
+
+
+def max_pool3d(input, indices):
+    return _gathered(input.flatten(-3), indices.flatten(-3), indices)
+
+
+def _gathered(planes, indices, like):
+    """The elements that were the greatest: it is for their indices that backward saves them."""
+    values = torch.empty_like(like, dtype=planes.dtype)
+    return torch.gather(planes, -1, indices, out=values.view(indices.shape)).view(like.shape)
+
+
+def adaptive_avg_pool2d(input, shape):
+    return aten._adaptive_avg_pool2d(input, shape[-2:])
+
+
+@functools.lru_cache(maxsize=1024)
+def _repeats(size, output):
+    """Whether each element is repeated as often. PyTorch scales indices in float32, which may round whole ones down."""
+    factor, scale = output // size, _float32(size / output)
+    is_whole = output == factor * size < 2**24
+    return is_whole and all(int(_float32(i * factor * scale)) == i for i in range(size))
+
+
+def _float32(number):
+    return ctypes.c_float(number).value
+
+
+def upsample_nearest(input, output_size, *scales):
+    """By whole numbers each element is repeated, which a copy does faster than PyTorch's kernel for channels-last."""
+    sizes = input.shape[2:]
+    given = zip(sizes, output_size, scales, strict=True)
+    if not all(_repeats(size, output) and scale in (None, output / size) for size, output, scale in given):
+        return (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)[len(sizes) - 1](
+            input, output_size, *scales
+        )
+    is_channels_last = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
+    output = torch.empty((*input.shape[:2], *output_size), dtype=input.dtype, device=input.device, memory_format=layout)
+    to = output
+    for dim, size in reversed([*enumerate(sizes, 2)]):
+        to, input = to.unflatten(dim, (size, -1)), input.unsqueeze(dim + 1)
+    to.copy_(input.expand_as(to))
+    return output
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a formula.
+
+    Attributes:
+        in_place: the same, written to its first operand, for one that is a temporary.
+        program: its instructions, from its first operand on, if this package's kernel can compute it.
+        is_tabulated: whether it is a function of one number: half types have so few that a table holds them all.
+        is_movement: whether its elements are its operands'. So a float32 tensor that came from a half type can be moved before
+            it is cast.
+        varies: whether on the CPU its bits differ between vectors and single elements, and so with the layout.
+    """
+
+    in_place: Callable[..., Tensor] | None = None
+    program: tuple[Instruction, ...] | None = None
+    is_tabulated: bool = False
+    is_movement: bool = False
+    varies: bool = False
+
+
+RELU = (instruction("clamp", 0.0, float("inf")),)
+HARDTANH = (instruction("clamp", argument(0), argument(1)),)
+MOVEMENT = Facts(is_movement=True)
+TABULATED = Facts(is_tabulated=True)
+VARIES = Facts(varies=True)
+TABULATED_VARIES = Facts(is_tabulated=True, varies=True)
+
+FORMULAS: dict[Callable[..., Tensor], Facts] = {
+    # activations
+    torch.relu: Facts(torch.relu_, program=RELU),
+    _C.relu: Facts(_C.relu_, program=RELU),
+    _C.relu6: Facts(_C.relu6_, program=(instruction("clamp", 0.0, 6.0),)),
+    F.hardtanh: Facts(F.hardtanh_, program=HARDTANH),
+    _C.hardtanh: Facts(_C.hardtanh_, program=HARDTANH),
+    F.leaky_relu: Facts(F.leaky_relu_, is_tabulated=True),
+    _C.leaky_relu: TABULATED,
+    aten.elu: TABULATED_VARIES,
+    F.celu: TABULATED_VARIES,
+    _C.gelu: TABULATED_VARIES,
+    _C.silu: Facts(_C.silu_, program=(instruction("silu"),), is_tabulated=True, varies=True),
+    _C.mish: Facts(_C.mish_, is_tabulated=True, varies=True),
+    _C.hardswish: Facts(_C.hardswish_, is_tabulated=True),
+    F.hardsigmoid: TABULATED,
+    _C.hardsigmoid: TABULATED,
+    torch.sigmoid: Facts(torch.sigmoid_, is_tabulated=True, varies=True),
+    torch.tanh: Facts(torch.tanh_, program=(instruction("tanh"),), is_tabulated=True, varies=True),
+    F.softplus: TABULATED_VARIES,
+    F.logsigmoid: TABULATED,
+    F.hardshrink: TABULATED,
+    _C.hardshrink: TABULATED,
+    F.softshrink: TABULATED,
+    _C.softshrink: TABULATED,
+    _C.threshold: TABULATED,
+    # normalizations
+    norms._batch_norm_elementwise: Facts(program=norm("batch_norm", "channels", "channels", bias=0.0)),
+    norms._batch_norm_scaled: Facts(program=norm("scaled_norm", "channels", "channels")),
+    norms._batch_norm_affine: Facts(program=norm("affine_norm", "channels", "channels")),
+    norms._group_norm_in_two: Facts(program=norm("group_norm", "groups", "channels")),
+    norms._group_norm_affine: Facts(program=norm("affine_norm", "groups", "channels")),
+    norms._group_norm_centered: Facts(program=norm("layer_norm", "groups", "channels")),
+    norms._layer_norm_affine: Facts(program=norm("layer_norm", "broadcast", "broadcast")),
+    norms._rms_norm: Facts(
+        program=(instruction("multiply", operand(3)), instruction("multiply", operand(1, default=1.0))),
+    ),
+    # arithmetic
+    add: Facts(add_, program=(instruction("add", operand(1), argument(0)),)),
+    sub: Facts(sub_),
+    torch.mul: Facts(torch.Tensor.mul_, program=(instruction("multiply", operand(1)),)),
+    torch.div: Facts(torch.Tensor.div_),
+    torch.pow: Facts(program=(instruction("power", argument(0)),), is_tabulated=True, varies=True),  # exponents 2 and 3
+    torch.sqrt: TABULATED,
+    torch.rsqrt: TABULATED_VARIES,
+    torch.exp: TABULATED_VARIES,
+    torch.expm1: VARIES,
+    torch.neg: Facts(torch.neg_, is_tabulated=True),
+    torch.lerp: VARIES,
+    scaled: Facts(program=(instruction("multiply", operand(1), rounded=True), instruction("multiply", argument(0)))),
+    # casts and copies
+    torch.Tensor.to: Facts(program=()),
+    same: Facts(program=(), is_movement=True),
+    cat: MOVEMENT,
+    stack: MOVEMENT,
+    torch.roll: MOVEMENT,
+    torch.flip: MOVEMENT,
+    torch.Tensor.repeat: MOVEMENT,
+    F.pixel_shuffle: MOVEMENT,
+    F.pixel_unshuffle: MOVEMENT,
+    aten.reflection_pad1d: MOVEMENT,
+    aten.reflection_pad2d: MOVEMENT,
+    aten.reflection_pad3d: MOVEMENT,
+    aten.replication_pad1d: MOVEMENT,
+    aten.replication_pad2d: MOVEMENT,
+    aten.replication_pad3d: MOVEMENT,
+    upsample_nearest: MOVEMENT,
+    # views
+    torch.reshape: MOVEMENT,
+    torch.Tensor.expand: MOVEMENT,
+    torch.transpose: MOVEMENT,
+    torch.t: MOVEMENT,
+    torch.permute: MOVEMENT,
+    torch.select: MOVEMENT,
+    aten.slice: MOVEMENT,
+}

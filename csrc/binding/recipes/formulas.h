@@ -1,0 +1,62 @@
+// What is known of formulas (activations_cuda/recipes/formulas.py).
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../../recipes/program.h"
+
+namespace fastact::recipes {
+
+namespace py = pybind11;
+
+// How the dimensions of an operand belong to the output's: as in broadcasting, or one for each channel, or for each group of
+// channels in each sample. A table has none of them.
+enum class Place { broadcast, channels, groups, table };
+
+// A reference of a formula's instruction: to an operand of the formula, to an argument, or a number. The number also stands for
+// an operand that is None.
+struct FormulaReference {
+  int operand = -1, argument = -1;
+  Place place = Place::broadcast;
+  float number = 0;
+};
+
+struct FormulaInstruction {
+  Opcode opcode;
+  bool is_rounded;  // as the last one is
+  std::vector<FormulaReference> references;
+};
+
+// See Facts in recipes/formulas.py.
+struct Facts {
+  py::object in_place;  // or null
+  std::optional<std::vector<FormulaInstruction>> program;
+  bool is_tabulated = false, is_movement = false, varies = false;
+};
+
+// Of a formula; none are known of most.
+const Facts& facts_of(const py::object& formula);
+void set_facts(const py::dict& facts);
+
+// The formulas that this library itself makes recipes of.
+struct Formulas {
+  py::object reshape, same;
+  // Those that aren't called: a view of (base, offset), a cast, and a mask of its bits, whose sizes, strides and dtype are the
+  // recipe's.
+  py::object as_strided, cast, unpack_mask;
+  py::object table;  // no formula, but (formula, arguments, dtype, like) -> the table of a function of one number, or None
+};
+
+void set_formulas(Formulas given);
+const Formulas& formulas();
+
+Opcode opcode_of(const std::string& name);
+
+// The names of the kernels' instructions.
+py::tuple opcodes();
+
+}  // namespace fastact::recipes
