@@ -385,7 +385,7 @@ def test_a_norm_as_it_is_initialized_proves_no_formula(weight, dtype, monkeypatc
     """With such a weight and without a bias many formulas agree, and the next step needs the right one."""
 
     def unfused(x, w, b, mean, invstd, eps):
-        x, w, b, mean, invstd = norms._wide(x, *norms._along_channels(x, w, b, mean, invstd))
+        x, w, b, mean, invstd = norms._wide(x, *norms._of_channels(x, w, b, mean, invstd))
         return (x * (invstd * w) + (b - mean * (invstd * w))).to(dtype)
 
     formulas = unfused, norms._batch_norm_whole

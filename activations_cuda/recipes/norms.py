@@ -29,11 +29,6 @@ def _wide(*tensors):
     return [tensor.float() if tensor is not None and tensor.dtype in HALVES else tensor for tensor in tensors]
 
 
-def _along_channels(x, *tensors):
-    shape = (1, -1) + (1,) * (x.dim() - 2)
-    return [None if tensor is None else tensor.view(shape) for tensor in tensors]
-
-
 def _closest(x, mean, rstd):
     """Of each column the normalized element that is closest to 0.
 
@@ -71,9 +66,60 @@ def _bias(step, i, weight):
     return None if norm.bias is None else _C.recipes.keep(norm.bias, None)
 
 
-def _into(out, kept, function, *tensors):
-    """The result, in the memory of `out` unless that is the saved tensor itself."""
-    return function(*tensors) if out is kept else function(*tensors, out=out)
+# How kernels compute an output, in float32 for half types. Its memory is `out`, or new if that is None.
+
+
+def _affine(x, w, b, mean, rstd, out):
+    scale = rstd if w is None else rstd * w
+    return torch.addcmul(_fma(-mean, scale, b), x, scale, out=out)
+
+
+def _in_two(x, w, b, mean, rstd, out):
+    """Where another kernel has taken the parameters together."""
+    scale = rstd if w is None else rstd * w
+    shift = (mean * scale).neg_() if b is None else b - mean * scale
+    return torch.addcmul(shift, x, scale, out=out)
+
+
+def _scaled(x, w, b, mean, rstd, out):
+    x = torch.sub(x, mean, out=out)
+    return torch.addcmul(b, x, w * rstd, out=x)
+
+
+def _centered(x, w, b, mean, rstd, out):
+    x = torch.sub(x, mean, out=out).mul_(rstd)
+    if w is None:
+        return x if b is None else x.add_(b)
+    return x.mul_(w) if b is None else torch.addcmul(b, x, w, out=x)
+
+
+# Parameters and statistics in shapes that are broadcast.
+
+
+def _of_channels(x, w, b, mean, rstd, *_):
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    return [None if each is None else each.view(shape) for each in (w, b, mean, rstd)]
+
+
+def _of_groups(x, w, b, mean, rstd, n, c, hw, groups, *_):
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    statistics = (each.repeat_interleave(c // groups, 1).view(n, *shape[1:]) for each in (mean, rstd))
+    return [*(None if each is None else each.view(shape) for each in (w, b)), *statistics]
+
+
+def _of_rows(x, w, b, mean, rstd, *_):
+    return w, b, mean, rstd
+
+
+def _formula(name, broadcast, arithmetic):
+    """A formula of (x, weight, bias, mean, 1/std, *arguments)."""
+
+    def formula(x, *others):
+        wide, *operands = _wide(x, *broadcast(x, *others))
+        return arithmetic(wide, *operands, out=None if wide is x else wide).to(x.dtype)
+
+    formula.__name__ = name
+    return formula
 
 
 STATISTICS = "result1", "result2"
@@ -110,23 +156,13 @@ def miopen_batch_norm(x, w, b, eps):
     return torch.miopen_batch_norm(x, w, b, None, None, True, 0.0, eps)
 
 
-def _batch_norm_affine(x, w, b, mean, invstd, eps):
-    """The CPU's."""
-    X, w, b, mean, invstd = _wide(x, *_along_channels(x, w, b, mean, invstd))
-    scale = invstd if w is None else invstd * w
-    return _into(X, x, torch.addcmul, _fma(-mean, scale, b), X, scale).to(x.dtype)
+_batch_norm_affine = _formula("_batch_norm_affine", _of_channels, _affine)  # the CPU's
+_batch_norm_scaled = _formula("_batch_norm_scaled", _of_channels, _scaled)  # cuDNN's, channels-last and for many shapes
 
 
 def _batch_norm_elementwise(x, w, b, mean, invstd, eps):
     """The second half of CUDA's."""
     return torch.batch_norm_elemt(x, w, b, mean, invstd, eps)
-
-
-def _batch_norm_scaled(x, w, b, mean, invstd, eps):
-    """cuDNN's, channels-last and for many shapes."""
-    X, w, b, mean, invstd = _wide(x, *_along_channels(x, w, b, mean, invstd))
-    centered = X - mean
-    return torch.addcmul(b, centered, w * invstd, out=centered).to(x.dtype)
 
 
 def _batch_norm_whole(x, w, b, mean, invstd, eps):
@@ -155,14 +191,7 @@ def _closest_of_rows(x, mean, rstd, shape, *_):
     return _closest(rows, *(each.reshape(-1, 1)[:ROWS] for each in (mean, rstd))).view(shape)
 
 
-def _layer_norm_affine(x, w, b, mean, rstd, shape):
-    X, w, b, mean, rstd = _wide(x, w, b, mean, rstd)
-    y = (X - mean).mul_(rstd)
-    if w is not None:
-        y = y.mul_(w) if b is None else torch.addcmul(b, y, w, out=y)
-    elif b is not None:
-        y = y.add_(b)
-    return y.to(x.dtype)
+_layer_norm_affine = _formula("_layer_norm_affine", _of_rows, _centered)
 
 
 def _layer_norm_whole(x, w, b, shape, eps):
@@ -192,39 +221,15 @@ def _group_norm_op(x, w, b, n, c, hw, groups, eps=EPS):
     return torch.native_group_norm(x, w, b, n, c, hw, groups, eps)
 
 
-def _along_groups(x, w, b, mean, rstd, n, c, groups):
-    shape = (1, -1) + (1,) * (x.dim() - 2)
-    mean, rstd = (each.repeat_interleave(c // groups, 1).view(n, *shape[1:]) for each in _wide(mean, rstd))
-    return _wide(x, *(None if each is None else each.view(shape) for each in (w, b)), mean, rstd)
-
-
 def _group_norm_whole(x, w, b, mean, rstd, n, c, hw, groups, eps=None):
     if eps is None:
         raise NotImplementedError("eps isn't known")
     return _group_norm_op(x, w, b, n, c, hw, groups, eps)[0]
 
 
-def _group_norm_affine(x, w, b, mean, rstd, n, c, hw, groups, *_):
-    X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
-    scale = rstd if w is None else rstd * w
-    return _into(X, x, torch.addcmul, _fma(-mean, scale, b), X, scale).to(x.dtype)
-
-
-def _group_norm_in_two(x, w, b, mean, rstd, n, c, hw, groups, *_):
-    """Whose scale and shift another kernel has computed."""
-    X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
-    scale = rstd if w is None else rstd * w
-    shift = (mean * scale).neg_() if b is None else b - mean * scale
-    return _into(X, x, torch.addcmul, shift, X, scale).to(x.dtype)
-
-
-def _group_norm_centered(x, w, b, mean, rstd, n, c, hw, groups, *_):
-    X, w, b, mean, rstd = _along_groups(x, w, b, mean, rstd, n, c, groups)
-    y = (X - mean).mul_(rstd)
-    if w is not None:
-        y = y.mul_(w) if b is None else torch.addcmul(b, y, w, out=y)
-    return y.to(x.dtype)
-
+_group_norm_affine = _formula("_group_norm_affine", _of_groups, _affine)
+_group_norm_in_two = _formula("_group_norm_in_two", _of_groups, _in_two)
+_group_norm_centered = _formula("_group_norm_centered", _of_groups, _centered)
 
 _GROUP_NORM = Candidates(
     (_group_norm_whole, _group_norm_in_two, _group_norm_affine, _group_norm_centered), _group_norm_op, _closest_of_channels
