@@ -58,7 +58,7 @@ def _check_classes(name, classes):
         if not isinstance(kind, type) or kind not in OURS:
             among = ", ".join(sorted(kind.__name__ for kind in OURS))
             is_input = isinstance(kind, (torch.Tensor, list, tuple, dict))
-            given = f"{type(kind).__name__} (inputs of that name go in a dict)" if is_input else kind
+            given = f"{type(kind).__name__} (inputs of that name go in a dict)" if is_input else repr(kind)
             raise ValueError(f"{name}: expected classes of torch.nn among {among}, got {given}")
     return classes
 
@@ -81,6 +81,9 @@ def arguments_of(
     if example_inputs is not None:
         args = (*args, example_inputs)
     (inputs,) = args if len(args) == 1 else (args,)
+    hint = ""
+    if len(args) == 1 and isinstance(inputs, (Mapping, tuple, list)):
+        hint = f"; one {type(inputs).__name__} stands for several, so pass one that the model takes in a tuple"
     if isinstance(inputs, Mapping):
         args, kwargs = (), {**inputs, **kwargs}
     elif isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):  # a named tuple is one argument
@@ -88,8 +91,8 @@ def arguments_of(
     elif isinstance(inputs, (int, float, str)):
         kind = type(inputs).__name__
         raise TypeError(f"{name}: expected example inputs to be tensors, a tuple of arguments or a dict, got {kind}")
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if any(isinstance(module, fsdp) for module in model.modules()):
         raise TypeError(f"{name}: expected a model that isn't wrapped yet, got FullyShardedDataParallel: call {name} before it")
     if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
@@ -99,10 +102,7 @@ def arguments_of(
         try:
             signature(called.forward).bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(
-                f"{name}: expected the arguments of the model's forward ({error}); one list, tuple or dict stands for several, "
-                "so pass one that the model takes in a tuple"
-            ) from None
+            raise TypeError(f"{name}: expected the arguments of the model's forward ({error}){hint}") from None
     return moved_by_wrapper(model, (args, kwargs))
 
 
@@ -181,6 +181,7 @@ def convert(
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
+    recompute = recompute or recomputes(unwrapped(model))
     if recompute:
         _check_forward(unwrapped(model))
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
@@ -202,7 +203,9 @@ def convert(
         }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
         kinds_found = _counted(original_of(type(module)) for module in names)
-        lines = [kinds_found or (f"{others}, left alone" if others else "no activation of the family")]
+        reason = "" if recompute or named else ": example inputs would tell whether they pay"
+        left_alone = f"{others} left alone{reason}" if others else "no activation of the family"
+        lines = [f"{kinds_found} converted" if kinds_found else left_alone]
         are_candidates = False
     if named and not names:
         wanted = ", ".join(kind.__name__ for kind in named)

@@ -56,8 +56,8 @@ def wrapped(module: nn.Module) -> nn.Module | None:
     """The module that torch.compile or a parallel wrapper holds."""
     if issubclass(type(module), PARALLEL):
         return module._modules["module"]
-    dynamo = sys.modules.get("torch._dynamo")
-    return module._modules["_orig_mod"] if dynamo and issubclass(type(module), dynamo.OptimizedModule) else None
+    compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # another thread may be importing it
+    return module._modules["_orig_mod"] if issubclass(type(module), compiled) else None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -152,6 +152,11 @@ def _is_hashed_by_identity(key):
     return issubclass(type(key), (Tensor, nn.Module))
 
 
+def _is_advanced(kind):
+    """Whether its instances are written to by Python's own code: iterators, which move on, and bytearrays."""
+    return kind.__module__ == "builtins" and (hasattr(kind, "__next__") or kind is bytearray)
+
+
 class Copier:
     """Called with a value, returns its copy, the same one for the same value.
 
@@ -234,7 +239,7 @@ class Copier:
         elif kind in WEAK_CONTAINERS:
             copy = kind()
             self.unfilled.append(lambda: self._fill_weakly(copy, value))
-        elif issubclass(kind, RANDOM) or _is_of(kind, ("numpy.", "itertools.", "array.")) or kind is bytearray:
+        elif issubclass(kind, RANDOM) or _is_of(kind, ("numpy.", "itertools.", "array.")) or _is_advanced(kind):
             copy = deepcopy(value)
         elif issubclass(kind, (type, Enum, FunctionType)) or kind is object or hasattr(kind, "__del__") or _is_of(kind, SHARED):
             copy = value

@@ -164,7 +164,7 @@ class Recomputed:
 
             def pack(tensor):
                 value = pack_value(tensor)
-                values.append((weakref.ref(value), tensor.nbytes, running()))
+                values.append((weakref.ref(value), tensor.numel() * tensor.element_size(), running()))
                 for storage in _kept_storages(value):
                     first.setdefault(StorageWeakRef(storage), running())
                 return value

@@ -196,7 +196,7 @@ def _converted_class(original, names, recomputes):
             "forward": forward,
         },
     )
-    kind._fastact_class = kind
+    type.__setattr__(kind, "_fastact_class", kind)  # past a user's metaclass
     return kind
 
 

@@ -1492,9 +1492,9 @@ def test_a_named_tuple_is_one_argument():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda net: activations_cuda.convert(net, classes="ReLU6"), ValueError, "expected classes .*, got ReLU6"),
+        (lambda net: activations_cuda.convert(net, classes="ReLU6"), ValueError, "expected classes .*, got 'ReLU6'"),
         (lambda net: activations_cuda.convert(net, classes=3), ValueError, "expected classes .*, got 3"),
-        (lambda net: activations_cuda.ConvertMode("relu"), ValueError, "ConvertMode: expected classes .*, got relu"),
+        (lambda net: activations_cuda.ConvertMode("relu"), ValueError, "ConvertMode: expected classes .*, got 'relu'"),
         (lambda net: activations_cuda.recompute(len), TypeError, r"got builtin_function_or_method: .*@recompute\(\)"),
         (lambda net: activations_cuda.convert(nn.ModuleList([net]), recompute=True), ValueError, "whose class has a forward"),
         (
@@ -1526,3 +1526,39 @@ def test_signature_of_a_converted_forward():
     expected = inspect.getfullargspec(model.forward), inspect.signature(model.forward)
     activations_cuda.convert(model, torch.randn(2, 3, 16, 16), recompute=True)
     assert (inspect.getfullargspec(model.forward), inspect.signature(model.forward)) == expected
+
+
+def test_inputs_after_recompute():
+    """The survey is one of what is saved in the scope, which stays."""
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8)), torch.randn(2, 8)
+    for arguments in (x,), ():
+        activations_cuda.convert(model, x, recompute=True)
+        expected = activations_cuda.converted(model)
+        activations_cuda.convert(model, *arguments)
+        assert activations_cuda.converted(model) == expected == {"Sequential": 1, "SiLU": 1}
+
+
+def test_a_metaclass_whose_classes_are_frozen():
+    class Frozen(type):
+        def __setattr__(cls, name, value):
+            raise AttributeError(f"{cls.__name__} is frozen")
+
+    class Net(nn.Module, metaclass=Frozen):
+        def forward(self, x):
+            return F.relu6(x)
+
+    model = activations_cuda.convert(Net(), torch.randn(2, 8, requires_grad=True))
+    assert activations_cuda.converted(model) == {"Net": 1}
+    assert type(activations_cuda.revert(model)) is Net
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda net: activations_cuda.convert(net, torch.ones(1), torch.ones(1)), r"too many positional arguments\)$"),
+        (lambda net: activations_cuda.convert(net, [torch.ones(1), torch.ones(1)]), r"\); one list stands for several"),
+    ],
+)
+def test_messages_name_what_came(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(nn.ReLU6())

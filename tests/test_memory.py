@@ -340,3 +340,18 @@ def test_nothing_is_real_in_a_report(monkeypatch):
 
     activations_cuda.memory_report(Net(), torch.empty(2**10, 64, device="meta"), recompute=True)
     assert held and all(isinstance(tensor, FakeTensor) for tensor in held)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_report_of_a_graph_network(layout):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(256, 256)
+
+        def forward(self, adjacency, x):
+            return F.relu6(torch.sparse.mm(adjacency, self.linear(x)))
+
+    adjacency = torch.eye(64).to_sparse(layout=layout)
+    report = memory_report(Net(), adjacency, torch.randn(64, 256), recompute=True)
+    assert 0 < report.recompute <= report.after

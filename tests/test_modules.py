@@ -99,7 +99,7 @@ def test_convert_and_revert(monkeypatch):
     expected = model(x)
     identities = [id(module) for module in model.modules()]
     assert activations_cuda.convert(model) is model
-    assert messages == ["convert: 1 ReLU6, 1 Hardsigmoid"]
+    assert messages == ["convert: 1 ReLU6, 1 Hardsigmoid converted"]
     assert activations_cuda.converted(model) == {"ReLU6": 1, "Hardsigmoid": 1}
     assert [id(module) for module in model.modules()] == identities
     assert type(model.shared) is type(model.body[1]) is type(model.body[3]) is activations_cuda.ReLU6

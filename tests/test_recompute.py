@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import activations_cuda
 from activations_cuda import _C, GELU, SiLU, convert, recompute
 from activations_cuda.recipes import hook, norms, programs, scope
 from activations_cuda.recipes.formulas import FORMULAS, same
@@ -703,6 +704,30 @@ def test_written_to():
     for parameter in ("weight", "bias"):
         with pytest.raises(RuntimeError, match=message.format("a leaf")):
             broken(lambda c, y, net, parameter=parameter: getattr(net[1], parameter).mul_(2))
+
+
+def written_view(x):
+    y = x.softmax(-1) * 2
+    z = y.view(8, 32).sin().sum()
+    y.add_(1)
+    return z + y.sum()
+
+
+def written_mask(x):
+    mask = x > 0
+    y = torch.where(mask, x, 2 * x)
+    mask.logical_not_()
+    return y.sum()
+
+
+@pytest.mark.parametrize("function", [written_view, written_mask])
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, recompute])
+def test_what_a_view_or_a_mask_is_of_is_written_to(function, scope):
+    x = torch.randn(16, 16, requires_grad=True)
+    with scope():
+        loss = function(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def inplace(function):
@@ -2159,3 +2184,45 @@ def test_functions_that_are_suspended():
     for function in generate, wait, stream, Net:
         with pytest.raises(TypeError, match=function.__name__):
             recompute()(function)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float64)]
+)
+@pytest.mark.parametrize("name", ["add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_"])
+def test_an_op_in_place_with_a_wider_operand(name, dtypes, device):
+    """Its result is rounded, which doesn't show as long as it is exact, as with a gate that is 0 or 1 at first."""
+    narrow, wide = dtypes
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        result = []
+        for number in (1.0 if name in ("mul_", "div_") else 0.0, 0.7):
+            torch.manual_seed(0)
+            x = torch.randn(32, 64, device=device, dtype=narrow, requires_grad=True)
+            others = [torch.full((64,), number, device=device, dtype=wide, requires_grad=True)]
+            others += [torch.ones_like(others[0])] * name.startswith("addc")
+            with scope():
+                h = getattr(torch.relu(x) * 2, name)(*others)
+                loss = h.to(wide).sin().sum()
+            result += torch.autograd.grad(loss, [x, others[0]])
+        return result
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "mish", "hardswish"])
+def test_second_derivatives_are_added_up_in_the_same_order(name):
+    """Of an input that others read too."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        x = torch.randn(64, 300, requires_grad=True)
+        with scope():
+            h = x * 1
+            normalized = (h - h.mean(-1, keepdim=True)) / h.std(-1, keepdim=True)
+            loss = (normalized * normalized.detach().roll(1)).sum() + getattr(activations_cuda.functional, name)(h).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return [grad, *torch.autograd.grad((grad * grad.detach()).sum(), x)]
+
+    same_with_scope(run)

@@ -863,3 +863,24 @@ def test_an_input_named_classes():
         with pytest.raises(ValueError, match=r"among .*inputs of that name go in a dict"):
             activations_cuda.convert(Conditional(), x, classes=wrong)
     activations_cuda.convert(Conditional(), {"x": x, "classes": classes})
+
+
+def test_iterators_that_a_model_holds():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.iterators = [iter([1.0, 2.0, 3.0]), iter(range(1, 4)), map(float, [1, 2, 3]), reversed([3, 2, 1])]
+
+        def forward(self, x):
+            return sum(F.relu6(x) * next(iterator) for iterator in self.iterators)
+
+    model = Net()
+    activations_cuda.convert(model, torch.randn(ROWS, requires_grad=True))
+    assert [next(iterator) for iterator in model.iterators] == [1] * 4
+
+
+def test_modules_that_another_thread_is_importing(monkeypatch):
+    for name in "torch._dynamo", "torch.distributed.fsdp":
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    model = activations_cuda.convert(nn.Sequential(nn.ReLU6()), torch.randn(ROWS, requires_grad=True))
+    assert activations_cuda.converted(model) == {"ReLU6": 1}

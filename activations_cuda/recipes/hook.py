@@ -23,7 +23,7 @@ def sharding() -> tuple[bool, bool]:
         return False, False
     modules = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
     # Without that list, as in a later release, any module may be.
-    return modules is None or any(isinstance(module(), fsdp.FSDPModule) for module in modules.keyrefs()), True
+    return modules is None or any(isinstance(module(), getattr(fsdp, "FSDPModule", ())) for module in modules.keyrefs()), True
 
 
 class Hook:

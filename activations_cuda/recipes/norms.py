@@ -133,15 +133,13 @@ def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str) -> Op:
     def otherwise(step: Step) -> Result:
         x, w = step.operand(0, "input"), step.operand(1, "weight")
         b = _bias(step, 2, w)
-        if not step.node._saved_training:  # type: ignore[attr-defined]
-            return _batch_norm_eval, (x, w, b, *map(step.statistics, RUNNING)), step.arguments(eps)
-        return candidates, (x, w, b, *map(step.saved, STATISTICS)), step.arguments(eps)
+        arguments = step.arguments(eps)
+        if step.node._saved_training:  # type: ignore[attr-defined]
+            return candidates, (x, w, b, *map(step.saved, STATISTICS)), arguments
+        mean, var = map(step.statistics, RUNNING)
+        return BATCH_NORM_IN_EVALUATION, (x, w, b, mean, step.computed(_invstd, var, *arguments), var), arguments
 
     return Op(candidates, ("input", "weight", None), (eps,), saved=STATISTICS, when="training", otherwise=otherwise)
-
-
-def _batch_norm_eval(x, w, b, mean, var, eps):
-    return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
 
 
 def native_batch_norm(x, w, b, eps):
@@ -160,9 +158,9 @@ _batch_norm_affine = _formula("_batch_norm_affine", _of_channels, _affine)  # th
 _batch_norm_scaled = _formula("_batch_norm_scaled", _of_channels, _scaled)  # cuDNN's, channels-last and for many shapes
 
 
-def _batch_norm_elementwise(x, w, b, mean, invstd, eps):
+def _batch_norm_elementwise(x, w, b, mean, invstd, *var_and_eps):
     """The second half of CUDA's."""
-    return torch.batch_norm_elemt(x, w, b, mean, invstd, eps)
+    return torch.batch_norm_elemt(x, w, b, mean, invstd, var_and_eps[-1])
 
 
 def _batch_norm_whole(x, w, b, mean, invstd, eps):
@@ -180,6 +178,28 @@ def _batch_norm_miopen(x, w, b, mean, invstd, eps):
 NATIVE = _batch_norm_elementwise, _batch_norm_affine, _batch_norm_whole
 CUDNN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_cudnn
 MIOPEN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_miopen
+
+
+def _invstd(var, eps):
+    """As the devices' kernels compute it in evaluation."""
+    var = _wide(var)[0] + eps
+    return var.rsqrt_() if var.is_cuda else var.sqrt_().reciprocal_()
+
+
+def _batch_norm_evaluated(x, w, b, mean, invstd, var, eps):
+    return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
+
+
+def _batch_norm_with_some_statistics(x, w, b, eps):
+    part = x[:SAMPLES].transpose(0, 1).flatten(1).float()
+    var, mean = (each.to(x.dtype if w is None else w.dtype) for each in torch.var_mean(part, 1, correction=0))
+    invstd = _invstd(var, eps)
+    return _batch_norm_evaluated(x, w, b, mean, invstd, var, eps), mean, invstd, var
+
+
+BATCH_NORM_IN_EVALUATION = Candidates(
+    (_batch_norm_elementwise, _batch_norm_affine, _batch_norm_evaluated), _batch_norm_with_some_statistics, _closest_of_channels
+)
 
 
 def _layer_norm_op(x, w, b, shape):

@@ -97,9 +97,14 @@ class Step:
 
     def statistics(self, name: str) -> Any:
         """A copy of the running statistics that the node saved under a name: ops write to them without counting a version."""
-        value, is_late = _C.recipes.saved_statistics(self._hook, self.node, _as_packed(name))
+        value, is_late = _C.recipes.saved_statistics(self.node, _as_packed(name))
         self.is_assumed |= is_late
         return value
+
+    def computed(self, function: Callable[..., Tensor], value: Any, *arguments: Any) -> Any:
+        """A small tensor that follows from a value, computed now."""
+        with computing():
+            return _C.recipes.keep(function(value.tensor(), *arguments), None)
 
     def arguments(self, *names: str) -> tuple[Any, ...]:
         return tuple(_C.recipes.argument(self.node, "_saved_" + name) for name in names)

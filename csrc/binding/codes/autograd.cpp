@@ -1,9 +1,7 @@
 #include "autograd.h"
 
-#include <ATen/ops/alias.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -120,8 +118,10 @@ struct CodeBackward : Node {
 }  // namespace
 
 at::Tensor differentiable_backward(const Smooth& activation, const at::Tensor& grad, const at::Tensor& input) {
-  const at::Tensor alias = at::alias(input);  // or hooks of the given input would see this gradient too
-  return torch::autograd::grad({activation.forward(alias)}, {alias}, {grad}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+  // By PyTorch's node, so that further gradients are added up in the same order. It is called past the engine, or hooks of the
+  // input would see this gradient too.
+  const at::Tensor output = activation.forward(input);
+  return (*output.grad_fn())({grad})[0];
 }
 
 const std::type_info& code_node_type() {

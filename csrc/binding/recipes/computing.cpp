@@ -224,6 +224,10 @@ at::Tensor Value::compute(bool* is_temporary) {
     is_new = !tensor.is_same(operand);
   } else {
     tensor = apply(&is_new);
+    if (tensor.scalar_type() != dtype) {  // its op wrote to a tensor of a narrower dtype than the other operand's
+      tensor = tensor.to(dtype);
+      is_new = true;
+    }
   }
   const at::Tensor strided = wanted ? in_strides(tensor, *wanted) : tensor;
   if (is_temporary) {

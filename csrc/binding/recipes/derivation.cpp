@@ -420,7 +420,10 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
 
 py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
   const int64_t offset = view.storage_offset() - of.storage_offset();
-  return recipe_of(ConfigurationOf::view, "view", formulas().as_strided, base, py::make_tuple(offset), view, offset);
+  py::object recipe =
+      recipe_of(ConfigurationOf::view, "view", formulas().as_strided, base, py::make_tuple(offset), view, offset);
+  value_of(recipe).replaced = torch::autograd::impl::version_counter(view);
+  return recipe;
 }
 
 }  // namespace fastact::recipes

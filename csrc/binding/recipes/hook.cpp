@@ -119,7 +119,7 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
       value_of(value).copy = copy_of(tensor);
     } else if (are_statistics(tensor)) {
       const at::NoGradGuard no_grad;
-      value_of(value).copy = keep(tensor.clone(), py::none(), outer);
+      value_of(value).copy = keep(tensor.clone(), py::none(), py::none());
     }
     return value;
   }

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <iterator>
@@ -107,6 +108,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
     const at::NoGradGuard no_grad;
     const at::Tensor bits = assumes(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
     value = recipe_of(ConfigurationOf::mask, "bits", formulas().unpack_mask, keep(bits, py::none(), outer), py::tuple(), owner);
+    value_of(value).replaced = torch::autograd::impl::version_counter(owner);
     if (masks.size() >= many) {
       packed().forget_dead();
     }

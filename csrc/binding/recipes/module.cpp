@@ -81,9 +81,9 @@ void add_step(py::module_& module) {
   });
   module.def("argument", [](py::handle node, py::handle name) { return argument(node, name.ptr()); });
   module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });
-  module.def("saved_statistics", [](py::handle hook, py::handle node, py::handle name) {
+  module.def("saved_statistics", [](py::handle node, py::handle name) {
     bool is_late = false;
-    const py::object value = or_underivable(saved_statistics(hook, node, name.ptr(), &is_late));
+    const py::object value = or_underivable(saved_statistics(node, name.ptr(), &is_late));
     return std::make_pair(value, is_late);
   });
   module.def("keep", [](py::handle tensor, const py::object& hooks) {

@@ -138,7 +138,7 @@ py::object saved(py::handle node, PyObject* name) {
   return data;
 }
 
-py::object saved_statistics(py::handle hook, py::handle node, PyObject* name, bool* is_late) {
+py::object saved_statistics(py::handle node, PyObject* name, bool* is_late) {
   const py::object data = attribute(attribute(node, name), NAME("data"));
   if (is_value(data) && value_of(data).copy) {
     return value_of(data).copy;
@@ -151,7 +151,7 @@ py::object saved_statistics(py::handle hook, py::handle node, PyObject* name, bo
   const at::NoGradGuard no_grad;
   const at::Tensor tensor = value_of(value).tensor();
   note_statistics(tensor);
-  return keep(tensor.clone(), py::none(), attribute(hook, NAME("outer")));
+  return keep(tensor.clone(), py::none(), py::none());
 }
 
 py::object operand(Step& step, size_t i, PyObject* name) {

@@ -40,7 +40,7 @@ py::object saved(py::handle node, PyObject* name);
 
 // A copy of running statistics that a node saved. It was made when the node saved them, before its op ran; only of the first
 // node that is asked for them it is made now, which sets `is_late`.
-py::object saved_statistics(py::handle hook, py::handle node, PyObject* name, bool* is_late);
+py::object saved_statistics(py::handle node, PyObject* name, bool* is_late);
 
 // What a node says about its op; in a rule also the output's own dtype or shape.
 py::object argument(py::handle node, PyObject* name);
