@@ -432,3 +432,15 @@ def test_rounds_where_ops_round(dtype, device):
     recipes = [value for value in scope.values() if value.is_recipe]
     assert recipes and all(value.fuses for value in recipes)
     loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_power_by_a_tensor_has_no_table(dtype, device):
+    model, x = nn.Module(), torch.rand(64, 64, device=device, dtype=dtype)
+    model.exponent = nn.Parameter(torch.full((64,), 2.5, device=device, dtype=dtype))
+
+    def loss(model):
+        return Keep.apply(F.relu(Keep.apply(x * model.exponent).pow(model.exponent) * 2)).sum()
+
+    before, after, _ = compare(model, loss)
+    assert after < before

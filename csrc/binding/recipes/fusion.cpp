@@ -108,7 +108,8 @@ class Builder {
     }
     ++formulas_;
     Value& first = value_of(recipe.operands[0]);
-    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && facts_of(recipe.formula).is_tabulated) {
+    const bool is_of_one_number = recipe.operands.size() == 1 && facts_of(recipe.formula).is_tabulated;
+    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && is_of_one_number) {
       return append_operand(recipe, first) && append_table(recipe) && finish(recipe, 1);
     }
     const auto& program = facts_of(recipe.formula).program;
