@@ -289,6 +289,15 @@ RECOMPUTE = [
     Mutant("a mask that was written to", PACKED_MASKS, "found->second.version == version ?", "true ?"),
     Mutant("indices that somebody has", DERIVATION, "value.held.storage().use_count() > 1", "false"),
     Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(input.sizes[-dims:]) <= 2**16", "if True"),
+    Mutant("a result in a wider dtype", COMPUTING, "if (tensor.scalar_type() != dtype)", "if (false)"),
+    Mutant(
+        "a view that was written to",
+        DERIVATION,
+        "value_of(recipe).replaced = torch::autograd::impl::version_counter(view);",
+        "",
+    ),
+    Mutant("a mask that backward needs", PACKED_MASKS, "value_of(value).replaced =", "[[maybe_unused]] const auto unused ="),
+    Mutant("a table of two operands", FUSION, "recipe.operands.size() == 1 && ", ""),
     Mutant("any power", PROGRAM, "a == 2 || a == 3", "true"),
     Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),
 ]
