@@ -446,3 +446,23 @@ def test_a_gradient_is_no_activation():
         return [x.grad, grad]
 
     same_with_scope(run)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_infinities(training, device):
+    """In a small tensor of a half type formulas agree until some of them overflow."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        result = []
+        norm = nn.BatchNorm1d(7, device=device, dtype=torch.bfloat16).train(training)
+        for step in range(2):
+            x = torch.randn(5, 7, device=device, dtype=torch.bfloat16)
+            if step > 0:
+                x[0, 0], x[1, 1], x[2, 2], x[3, 2] = 3e38, math.inf, -3e38, 3e38
+            with scope():
+                y = Keep.apply(norm(Keep.apply(x.requires_grad_())).float())
+            result += torch.autograd.grad(y.sum(), [x, norm.weight])
+        return result
+
+    same_with_scope(run)

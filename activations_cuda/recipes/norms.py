@@ -126,9 +126,9 @@ STATISTICS = "result1", "result2"
 RUNNING = "running_mean", "running_var"
 
 
-def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str) -> Op:
+def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str, on_cpu: tuple[Formula, ...] | None = None) -> Op:
     """The rule of a batch norm whose node saves eps by this name."""
-    candidates = Candidates(formulas, op, _closest_of_channels)
+    candidates = Candidates(formulas, op, _closest_of_channels, on_cpu)
 
     def otherwise(step: Step) -> Result:
         x, w = step.operand(0, "input"), step.operand(1, "weight")
@@ -176,14 +176,15 @@ def _batch_norm_miopen(x, w, b, mean, invstd, eps):
 
 
 NATIVE = _batch_norm_elementwise, _batch_norm_affine, _batch_norm_whole
+NATIVE_ON_CPU = _batch_norm_affine, _batch_norm_whole
 CUDNN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_cudnn
 MIOPEN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_miopen
 
 
 def _invstd(var, eps):
-    """As the devices' kernels compute it in evaluation."""
-    var = _wide(var)[0] + eps
-    return var.rsqrt_() if var.is_cuda else var.sqrt_().reciprocal_()
+    """As kernels compute it in evaluation."""
+    (var,) = _wide(var)
+    return (var + eps).rsqrt_()
 
 
 def _batch_norm_evaluated(x, w, b, mean, invstd, var, eps):
@@ -198,7 +199,10 @@ def _batch_norm_with_some_statistics(x, w, b, eps):
 
 
 BATCH_NORM_IN_EVALUATION = Candidates(
-    (_batch_norm_elementwise, _batch_norm_affine, _batch_norm_evaluated), _batch_norm_with_some_statistics, _closest_of_channels
+    (_batch_norm_elementwise, _batch_norm_affine, _batch_norm_evaluated),
+    _batch_norm_with_some_statistics,
+    _closest_of_channels,
+    on_cpu=(_batch_norm_affine, _batch_norm_evaluated),
 )
 
 

@@ -146,7 +146,7 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "RreluWithNoiseBackward0": rrelu,
     "GluBackward0": op(F.glu, "dim"),
     # normalizations
-    "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "eps"),
+    "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "eps", norms.NATIVE_ON_CPU),
     "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, norms.cudnn_batch_norm, "epsilon"),
     "MiopenBatchNormBackward0": norms.batch_norm(norms.MIOPEN, norms.miopen_batch_norm, "epsilon"),
     "NativeLayerNormBackward0": norms.LAYER_NORM,

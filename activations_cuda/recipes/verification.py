@@ -42,11 +42,13 @@ class Candidates:
         formulas: one of which is to fit.
         op: PyTorch's own, given (input, weight, bias, *arguments); returns the output and the statistics.
         closest: of (input, *statistics), the normalized element closest to 0 for each of the weight, in float64.
+        on_cpu: the formulas there, if they are others. In small tensors of a half type several may agree but for infinities.
     """
 
     formulas: tuple[Formula, ...]
     op: Callable[..., tuple[Tensor, ...]]
     closest: Callable[..., Tensor]
+    on_cpu: tuple[Formula, ...] | None = None
 
     def choose(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
@@ -65,7 +67,7 @@ class Candidates:
         generator = torch.Generator(input.device).manual_seed(0)
         memory, input = _memory_like(input)
         memory.normal_(mean=1.0, generator=generator)  # of centered numbers some formulas would make the same
-        formulas = list(self.formulas)
+        formulas = list(self.on_cpu if self.on_cpu and input.is_cpu else self.formulas)
         size = max(1, input.numel())
         enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
         product: Any = None
