@@ -83,7 +83,7 @@ def arguments_of(
     (inputs,) = args if len(args) == 1 else (args,)
     hint = ""
     if len(args) == 1 and isinstance(inputs, (Mapping, tuple, list)):
-        hint = f"; one {type(inputs).__name__} stands for several, so pass one that the model takes in a tuple"
+        hint = f"; one {type(inputs).__name__} stands for several arguments: if the model takes one, wrap it in a tuple"
     if isinstance(inputs, Mapping):
         args, kwargs = (), {**inputs, **kwargs}
     elif isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):  # a named tuple is one argument
@@ -164,8 +164,9 @@ def convert(
             Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with inputs, also ReLU, GELU, SiLU, Hardswish and
             Mish.
         example_inputs: the inputs, by keyword.
-        recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit. All
-            smooth activations are converted then: their outputs are recomputed, and in place they don't copy their input.
+        recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit. It
+            stays so in later calls, until :func:`revert`. All smooth activations are converted then: their outputs are
+            recomputed, and in place they don't copy their input.
         keyword_inputs: keyword arguments of the forward pass.
 
     Returns:
@@ -181,18 +182,18 @@ def convert(
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
-    recompute = recompute or recomputes(unwrapped(model))
+    in_scope = recompute or recomputes(unwrapped(model))  # by an earlier call
     if recompute:
         _check_forward(unwrapped(model))
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
     if surveyed:
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
         considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
-        found = Survey(model, args, kwargs, considered, recompute)
+        found = Survey(model, args, kwargs, considered, in_scope)
         names, lines = found.converts(), summary(found.decisions())
         are_candidates = bool(found.calls)
     else:
-        kinds = (*BY_DEFAULT, *(SMOOTH if recompute else ())) if named is None else named
+        kinds = (*BY_DEFAULT, *(SMOOTH if in_scope else ())) if named is None else named
         names = {
             module: frozenset([FUNCTIONS[kind]])
             for module in model.modules()
@@ -203,7 +204,7 @@ def convert(
         }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
         kinds_found = _counted(original_of(type(module)) for module in names)
-        reason = "" if recompute or named else ": example inputs would tell whether they pay"
+        reason = "" if in_scope or named else ": example inputs would tell whether they pay"
         left_alone = f"{others} left alone{reason}" if others else "no activation of the family"
         lines = [f"{kinds_found} converted" if kinds_found else left_alone]
         are_candidates = False
@@ -215,7 +216,7 @@ def convert(
     if surveyed or recompute:
         scoped = [module for module in model.modules() if recomputes(module)]  # by an earlier call
         revert_all(model)
-    if recompute:
+    if recompute and unwrapped(model) not in scoped:
         scoped.append(unwrapped(model))
     if scoped:
         lines.append("the rest is recomputed")
@@ -226,7 +227,7 @@ def convert(
     except Exception:  # of a class that none can take the place of
         revert_all(model)
         raise
-    if are_candidates and not names and not recompute:
+    if are_candidates and not names and not in_scope:
         warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
     else:
         _say("convert: %s", "; ".join(lines))

@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from copy import copy as shallow_copy
 from copy import deepcopy
 from enum import Enum
 from functools import lru_cache, partial
@@ -152,11 +153,6 @@ def _is_hashed_by_identity(key):
     return issubclass(type(key), (Tensor, nn.Module))
 
 
-def _is_advanced(kind):
-    """Whether its instances are written to by Python's own code: iterators, which move on, and bytearrays."""
-    return kind.__module__ == "builtins" and (hasattr(kind, "__next__") or kind is bytearray)
-
-
 class Copier:
     """Called with a value, returns its copy, the same one for the same value.
 
@@ -239,8 +235,11 @@ class Copier:
         elif kind in WEAK_CONTAINERS:
             copy = kind()
             self.unfilled.append(lambda: self._fill_weakly(copy, value))
-        elif issubclass(kind, RANDOM) or _is_of(kind, ("numpy.", "itertools.", "array.")) or _is_advanced(kind):
+        elif issubclass(kind, RANDOM) or _is_of(kind, ("numpy.", "itertools.", "array.")) or kind is bytearray:
             copy = deepcopy(value)
+        elif kind.__module__ == "builtins" and hasattr(kind, "__next__"):
+            make, arguments, *place = value.__reduce__()
+            copy = iter(self._all(list(shallow_copy(value)))) if place else make(*self._all(arguments))
         elif issubclass(kind, (type, Enum, FunctionType)) or kind is object or hasattr(kind, "__del__") or _is_of(kind, SHARED):
             copy = value
         else:

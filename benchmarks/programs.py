@@ -34,7 +34,7 @@ def images(channels, size=56, memory_format=torch.channels_last):
     return numbers(count, channels, size, size).contiguous(memory_format=memory_format)
 
 
-def batch_norm(x, formula=norms._batch_norm_elementwise):
+def batch_norm(x, formula=norms.batch_norm_elementwise):
     return recipe(x, formula, x, *(numbers(x.shape[1], dtype=torch.float32) for _ in range(4)), arguments=(1e-5,))
 
 
@@ -42,14 +42,14 @@ def group_norm(x, groups=32):
     parameters = [numbers(x.shape[1], dtype=torch.float32) for _ in range(2)]
     statistics = [numbers(len(x), groups, dtype=torch.float32) for _ in range(2)]
     return recipe(
-        x, norms._group_norm_in_two, x, *parameters, *statistics, arguments=(*x.shape[:2], math.prod(x.shape[2:]), groups)
+        x, norms.group_norm_in_two, x, *parameters, *statistics, arguments=(*x.shape[:2], math.prod(x.shape[2:]), groups)
     )
 
 
 def layer_norm(x):
     parameters = [numbers(x.shape[-1], dtype=torch.float32) for _ in range(2)]
     statistics = [numbers(len(x), 1, dtype=torch.float32) for _ in range(2)]
-    return recipe(x, norms._layer_norm_affine, x, *parameters, *statistics, arguments=((x.shape[-1],),))
+    return recipe(x, norms.layer_norm_affine, x, *parameters, *statistics, arguments=((x.shape[-1],),))
 
 
 def relu6(x, value):
@@ -90,7 +90,7 @@ FORMS = {
     "batch norm, SiLU": (lambda: images(96), lambda x: silu(x, batch_norm(x)), 4),
     "batch norm, SiLU, gate": (lambda: images(96), gated, 4),
     "batch norm, residual, ReLU": (lambda: images(96), residual, 6),
-    "batch norm of cuDNN, ReLU6": (lambda: images(96), lambda x: relu6(x, batch_norm(x, norms._batch_norm_scaled)), 4),
+    "batch norm of cuDNN, ReLU6": (lambda: images(96), lambda x: relu6(x, batch_norm(x, norms.batch_norm_scaled)), 4),
     "batch norm, contiguous": (lambda: images(96, memory_format=torch.contiguous_format), batch_norm, 4),
     "batch norm, ReLU6, contiguous, 7 x 7": (
         lambda: images(96, 7, torch.contiguous_format),

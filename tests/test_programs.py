@@ -40,16 +40,16 @@ def operands_of(formula, x):
     n, channels, *spatial = x.shape
     weight, bias = numbers((channels,), device), numbers((channels,), device)
     mean, rstd = torch.randn(channels, device=device), torch.rand(channels, device=device)
-    if formula.__name__.startswith("_group_norm"):
+    if formula.__name__.startswith("group_norm"):
         groups = 2
         statistics = torch.randn(n, groups, device=device), torch.rand(n, groups, device=device)
         return (weight, bias, *statistics), (n, channels, math.prod(spatial), groups)
-    if formula in (norms._layer_norm_affine, norms._rms_norm):
+    if formula in (norms.layer_norm_affine, norms.rms_norm_scaled):
         rows = (*x.shape[:-1], 1)
         weight, bias = numbers(x.shape[-1:], device), numbers(x.shape[-1:], device)
         mean, rstd = torch.randn(rows, device=device), torch.rand(rows, device=device)
-        return (weight, None, rstd) if formula is norms._rms_norm else (weight, bias, mean, rstd), (x.shape[-1:],)
-    if formula.__name__.startswith("_batch_norm"):
+        return (weight, None, rstd) if formula is norms.rms_norm_scaled else (weight, bias, mean, rstd), (x.shape[-1:],)
+    if formula.__name__.startswith("batch_norm"):
         return (weight, bias, mean, rstd), (1e-5,)
     others = {
         formulas.add: ((numbers(x.shape, device, dtype),), (1,)),
@@ -84,7 +84,7 @@ def test_program(formula, dtype, shape, layout, device):
     if found is None:
         # Whose exponential has other bits in vectors, or which rounds in between.
         assert device == "cpu" and (formula in (_C.silu, torch.tanh) or (formula is torch.pow and dtype is not torch.float32))
-    elif not (device == "cpu" and formula in (norms._batch_norm_affine, norms._batch_norm_scaled)):  # may not be contracted
+    elif not (device == "cpu" and formula in (norms.batch_norm_affine, norms.batch_norm_scaled)):  # may not be contracted
         assert is_identical(found, expected) and found.stride() == expected.stride()
 
 
@@ -107,7 +107,7 @@ def test_table(formula, dtype, device):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("formula", [*norms.NATIVE, norms._group_norm_affine, formulas.same], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("formula", [*norms.NATIVE, norms.group_norm_affine, formulas.same], ids=lambda f: f.__name__)
 def test_gradient(formula, dtype, shape, layout, device):
     """Through a recipe of a function's input: the gradient times two factors, one after the other."""
     x, operands, arguments, z = case(formula, dtype, shape, layout, device)
@@ -133,7 +133,7 @@ def test_gradient(formula, dtype, shape, layout, device):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("formula", [*norms.NATIVE, norms._group_norm_affine, formulas.same], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("formula", [*norms.NATIVE, norms.group_norm_affine, formulas.same], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 def test_gradient_in_float32(layout, shape, formula, device):
     """By a step, whose exponential is CUDA's."""
@@ -333,7 +333,7 @@ def test_formulas_that_differ_beside_the_mean_alone():
     _, *statistics = norms.native_batch_norm(x, weight, bias, 1e-5)
     candidates = Candidates(norms.NATIVE, norms.native_batch_norm, norms._closest_of_channels)
     formula, _ = candidates.choose(x, weight, bias, *statistics, 1e-5)
-    assert formula is not norms._batch_norm_elementwise  # CUDA's
+    assert formula is not norms.batch_norm_elementwise  # CUDA's
 
 
 def test_comparison_in_parts(monkeypatch):
@@ -360,12 +360,12 @@ def test_trials_run_no_formula_by_ops_where_the_kernel_fits():
 
     def formula(x, w, b, mean, rstd, shape):
         ran.append(formula)
-        return norms._layer_norm_affine(x, w, b, mean, rstd, shape)
+        return norms.layer_norm_affine(x, w, b, mean, rstd, shape)
 
     x, w, b = torch.randn(32, 16), torch.ones(16), torch.zeros(16)
     _, mean, rstd = torch.native_layer_norm(x, (16,), w, b, norms.EPS)
-    candidates = Candidates((norms._layer_norm_affine, formula), norms._layer_norm_op, norms._closest_of_rows)
-    assert candidates.choose(x, w, b, mean, rstd, (16,)) == (norms._layer_norm_affine, True)
+    candidates = Candidates((norms.layer_norm_affine, formula), norms._layer_norm_op, norms._closest_of_rows)
+    assert candidates.choose(x, w, b, mean, rstd, (16,)) == (norms.layer_norm_affine, True)
     assert not ran
 
 
@@ -400,9 +400,9 @@ def test_past_two_to_the_31():
     x = torch.randn(2**31 // 64 + 8, 64, device="cuda", dtype=torch.bfloat16)
     weight, bias = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
     mean, rstd = torch.randn(len(x), 1, device="cuda"), torch.rand(len(x), 1, device="cuda")
-    found = fused(norms._layer_norm_affine, (x, weight, bias, mean, rstd), ((64,),), x)
+    found = fused(norms.layer_norm_affine, (x, weight, bias, mean, rstd), ((64,),), x)
     for rows in (slice(0, 4096), slice(-4096, None)):
-        expected = norms._layer_norm_affine(x[rows], weight, bias, mean[rows], rstd[rows], (64,))
+        expected = norms.layer_norm_affine(x[rows], weight, bias, mean[rows], rstd[rows], (64,))
         assert torch.equal(found[rows], expected)
 
 
@@ -415,9 +415,9 @@ def test_formulas_without_a_program():
     """They are PyTorch's own ops."""
     named = {*norms.NATIVE, *norms.CUDNN, *norms.MIOPEN}
     assert {f.__name__ for f in named - set(PROGRAMS)} == {
-        "_batch_norm_whole",
-        "_batch_norm_cudnn",
-        "_batch_norm_miopen",
+        "batch_norm_whole",
+        "batch_norm_cudnn",
+        "batch_norm_miopen",
     }
 
 

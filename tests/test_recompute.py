@@ -1072,6 +1072,51 @@ def test_batch_norm_in_evaluation_is_compared_once(monkeypatch):
         y.sum().backward()
 
 
+def test_instance_norm_in_evaluation_is_compared_once(monkeypatch):
+    compared = []
+    monkeypatch.setattr(hook, "verify", lambda *given, verify=hook.verify: compared.append(given) or verify(*given))
+    norm = nn.InstanceNorm1d(16, affine=True, track_running_stats=True).eval()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    for is_expected in True, False, False:
+        compared.clear()
+        with Scope() as scope:
+            y = Keep.apply(norm(Keep.apply(torch.randn(4, 16, 8, requires_grad=True))))
+        assert any(value.is_recipe for value in scope.values()) and bool(compared) == is_expected
+        y.sum().backward()
+
+
+def test_statistics_that_were_written_to_at_their_first_use():
+    """Nothing is known of the configuration then."""
+    _C.recipes.forget_chosen()
+    net, gate = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)), torch.ones(32, 24, requires_grad=True)
+    recipes = []
+    for step in range(3):
+        with Scope() as scope:
+            y = net.eval()(torch.randn(32, 24))
+            if step == 0:
+                net.train()(torch.randn(32, 24) + 3)
+            loss = (y * gate).sum()
+        recipes.append(any(value.is_recipe and value.source == "NativeBatchNormBackward0" for value in scope.values()))
+        loss.backward()
+    assert recipes == [False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batch_norm_in_evaluation_is_fused(dtype, device):
+    _C.recipes.forget_chosen()
+    norm = nn.BatchNorm2d(16, device=device)
+    norm(torch.randn(4, 16, 8, 8, device=device))
+    norm.eval()
+    x = torch.randn(4, 16, 8, 8, device=device).to(dtype).requires_grad_()
+    with Scope() as scope:
+        loss = Keep.apply(F.relu(norm(Keep.apply(x)))).float().sum()
+    recipes = [value for value in scope.values() if value.is_recipe]
+    assert recipes and all(value.fuses for value in recipes)
+    assert norms.batch_norm_evaluated not in _C.recipes.chosen().values()
+    loss.backward()
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, partial(nn.GroupNorm, 2)])
 @pytest.mark.parametrize("bias_of", ["own", "tied", "other"])
 def test_frozen_biases(kind, bias_of):
@@ -2211,18 +2256,22 @@ def test_an_op_in_place_with_a_wider_operand(name, dtypes, device):
     same_with_scope(run)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "silu", "mish", "hardswish"])
-def test_second_derivatives_are_added_up_in_the_same_order(name):
-    """Of an input that others read too."""
+def test_second_derivatives_are_added_up_in_the_same_order(name, dtype, device):
+    """Of an input that others read too: PyTorch's own op, this package's, and that within the scope."""
 
-    def run(scope):
+    def run(function, scope):
         torch.manual_seed(0)
-        x = torch.randn(64, 300, requires_grad=True)
+        x = torch.randn(64, 300, device=device, dtype=dtype, requires_grad=True)
         with scope():
             h = x * 1
             normalized = (h - h.mean(-1, keepdim=True)) / h.std(-1, keepdim=True)
-            loss = (normalized * normalized.detach().roll(1)).sum() + getattr(activations_cuda.functional, name)(h).sum()
+            loss = (normalized * normalized.detach().roll(1)).sum() + function(h).sum()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         return [grad, *torch.autograd.grad((grad * grad.detach()).sum(), x)]
 
-    same_with_scope(run)
+    expected = run(getattr(F, name), contextlib.nullcontext)
+    for context in contextlib.nullcontext, recompute:
+        for one, other in zip(run(getattr(activations_cuda, name), context), expected, strict=True):
+            assert_same(one, other)

@@ -879,6 +879,25 @@ def test_iterators_that_a_model_holds():
     assert [next(iterator) for iterator in model.iterators] == [1] * 4
 
 
+def test_an_iterator_over_modules():
+    """Its modules are the copy's."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.ReLU6()])
+            self.left, self.pairs = iter([*self.blocks]), enumerate(self.blocks)
+
+        def forward(self, x):
+            for block in self.left:
+                x = block(x)
+            return x + next(self.pairs)[1](x)
+
+    model = activations_cuda.convert(Net(), torch.randn(2, 8))
+    assert activations_cuda.converted(model) == {"ReLU6": 1}
+    assert [*model.left] == [*model.blocks] and next(model.pairs) == (0, model.blocks[0])
+
+
 def test_modules_that_another_thread_is_importing(monkeypatch):
     for name in "torch._dynamo", "torch.distributed.fsdp":
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

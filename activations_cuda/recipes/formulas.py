@@ -1,4 +1,4 @@
-"""The formulas that rules name, where PyTorch has no function that is called like them, and what is known of each.
+"""Formulas for which PyTorch has no function with a rule's signature, and what is known of every formula.
 
 Those of normalizations are in :mod:`.norms`.
 """
@@ -121,7 +121,7 @@ def upsample_nearest(input, output_size, *scales):
     return output
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What is known of a formula.
 
@@ -150,23 +150,23 @@ TABULATED_VARIES = Facts(is_tabulated=True, varies=True)
 
 FORMULAS: dict[Callable[..., Tensor], Facts] = {
     # activations
-    torch.relu: Facts(torch.relu_, program=RELU),
-    _C.relu: Facts(_C.relu_, program=RELU),
-    _C.relu6: Facts(_C.relu6_, program=(instruction("clamp", 0.0, 6.0),)),
-    F.hardtanh: Facts(F.hardtanh_, program=HARDTANH),
-    _C.hardtanh: Facts(_C.hardtanh_, program=HARDTANH),
-    F.leaky_relu: Facts(F.leaky_relu_, is_tabulated=True),
+    torch.relu: Facts(in_place=torch.relu_, program=RELU),
+    _C.relu: Facts(in_place=_C.relu_, program=RELU),
+    _C.relu6: Facts(in_place=_C.relu6_, program=(instruction("clamp", 0.0, 6.0),)),
+    F.hardtanh: Facts(in_place=F.hardtanh_, program=HARDTANH),
+    _C.hardtanh: Facts(in_place=_C.hardtanh_, program=HARDTANH),
+    F.leaky_relu: Facts(in_place=F.leaky_relu_, is_tabulated=True),
     _C.leaky_relu: TABULATED,
     aten.elu: TABULATED_VARIES,
     F.celu: TABULATED_VARIES,
     _C.gelu: TABULATED_VARIES,
-    _C.silu: Facts(_C.silu_, program=(instruction("silu"),), is_tabulated=True, varies=True),
-    _C.mish: Facts(_C.mish_, is_tabulated=True, varies=True),
-    _C.hardswish: Facts(_C.hardswish_, is_tabulated=True),
+    _C.silu: Facts(in_place=_C.silu_, program=(instruction("silu"),), is_tabulated=True, varies=True),
+    _C.mish: Facts(in_place=_C.mish_, is_tabulated=True, varies=True),
+    _C.hardswish: Facts(in_place=_C.hardswish_, is_tabulated=True),
     F.hardsigmoid: TABULATED,
     _C.hardsigmoid: TABULATED,
-    torch.sigmoid: Facts(torch.sigmoid_, is_tabulated=True, varies=True),
-    torch.tanh: Facts(torch.tanh_, program=(instruction("tanh"),), is_tabulated=True, varies=True),
+    torch.sigmoid: Facts(in_place=torch.sigmoid_, is_tabulated=True, varies=True),
+    torch.tanh: Facts(in_place=torch.tanh_, program=(instruction("tanh"),), is_tabulated=True, varies=True),
     F.softplus: TABULATED_VARIES,
     F.logsigmoid: TABULATED,
     F.hardshrink: TABULATED,
@@ -175,27 +175,27 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     _C.softshrink: TABULATED,
     _C.threshold: TABULATED,
     # normalizations
-    norms._batch_norm_elementwise: Facts(program=norm("batch_norm", "channels", "channels", bias=0.0)),
-    norms._batch_norm_scaled: Facts(program=norm("scaled_norm", "channels", "channels")),
-    norms._batch_norm_affine: Facts(program=norm("affine_norm", "channels", "channels")),
-    norms._group_norm_in_two: Facts(program=norm("group_norm", "groups", "channels")),
-    norms._group_norm_affine: Facts(program=norm("affine_norm", "groups", "channels")),
-    norms._group_norm_centered: Facts(program=norm("layer_norm", "groups", "channels")),
-    norms._layer_norm_affine: Facts(program=norm("layer_norm", "broadcast", "broadcast")),
-    norms._rms_norm: Facts(
+    norms.batch_norm_elementwise: Facts(program=norm("batch_norm", "channels", "channels", bias=0.0)),
+    norms.batch_norm_scaled: Facts(program=norm("scaled_norm", "channels", "channels")),
+    norms.batch_norm_affine: Facts(program=norm("affine_norm", "channels", "channels")),
+    norms.group_norm_in_two: Facts(program=norm("group_norm", "groups", "channels")),
+    norms.group_norm_affine: Facts(program=norm("affine_norm", "groups", "channels")),
+    norms.group_norm_centered: Facts(program=norm("layer_norm", "groups", "channels")),
+    norms.layer_norm_affine: Facts(program=norm("layer_norm", "broadcast", "broadcast")),
+    norms.rms_norm_scaled: Facts(
         program=(instruction("multiply", operand(3)), instruction("multiply", operand(1, default=1.0))),
     ),
     # arithmetic
-    add: Facts(add_, program=(instruction("add", operand(1), argument(0)),)),
-    sub: Facts(sub_),
-    torch.mul: Facts(torch.Tensor.mul_, program=(instruction("multiply", operand(1)),)),
-    torch.div: Facts(torch.Tensor.div_),
+    add: Facts(in_place=add_, program=(instruction("add", operand(1), argument(0)),)),
+    sub: Facts(in_place=sub_),
+    torch.mul: Facts(in_place=torch.Tensor.mul_, program=(instruction("multiply", operand(1)),)),
+    torch.div: Facts(in_place=torch.Tensor.div_),
     torch.pow: Facts(program=(instruction("power", argument(0)),), is_tabulated=True, varies=True),  # exponents 2 and 3
     torch.sqrt: TABULATED,
     torch.rsqrt: TABULATED_VARIES,
     torch.exp: TABULATED_VARIES,
     torch.expm1: VARIES,
-    torch.neg: Facts(torch.neg_, is_tabulated=True),
+    torch.neg: Facts(in_place=torch.neg_, is_tabulated=True),
     torch.lerp: VARIES,
     scaled: Facts(program=(instruction("multiply", operand(1), rounded=True), instruction("multiply", argument(0)))),
     # casts and copies

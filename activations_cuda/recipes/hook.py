@@ -21,9 +21,10 @@ def sharding() -> tuple[bool, bool]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not torch.distributed.is_initialized():
         return False, False
+    sharded = getattr(fsdp, "FSDPModule", ())  # another thread may be importing it
     modules = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None)
     # Without that list, as in a later release, any module may be.
-    return modules is None or any(isinstance(module(), getattr(fsdp, "FSDPModule", ())) for module in modules.keyrefs()), True
+    return modules is None or any(isinstance(module(), sharded) for module in modules.keyrefs()), True
 
 
 class Hook:

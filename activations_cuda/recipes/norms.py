@@ -66,7 +66,7 @@ def _bias(step, i, weight):
     return None if norm.bias is None else _C.recipes.keep(norm.bias, None)
 
 
-# How kernels compute an output, in float32 for half types. Its memory is `out`, or new if that is None.
+# How kernels compute an output, in float32 for half types. Written to `out` if given, which may be x.
 
 
 def _affine(x, w, b, mean, rstd, out):
@@ -75,7 +75,7 @@ def _affine(x, w, b, mean, rstd, out):
 
 
 def _in_two(x, w, b, mean, rstd, out):
-    """Where another kernel has taken the parameters together."""
+    """Where a kernel before has computed scale and shift, each rounded."""
     scale = rstd if w is None else rstd * w
     shift = (mean * scale).neg_() if b is None else b - mean * scale
     return torch.addcmul(shift, x, scale, out=out)
@@ -93,7 +93,7 @@ def _centered(x, w, b, mean, rstd, out):
     return x.mul_(w) if b is None else torch.addcmul(b, x, w, out=x)
 
 
-# Parameters and statistics in shapes that are broadcast.
+# Weight, bias and statistics, in shapes that broadcast against x.
 
 
 def _of_channels(x, w, b, mean, rstd, *_):
@@ -154,55 +154,56 @@ def miopen_batch_norm(x, w, b, eps):
     return torch.miopen_batch_norm(x, w, b, None, None, True, 0.0, eps)
 
 
-_batch_norm_affine = _formula("_batch_norm_affine", _of_channels, _affine)  # the CPU's
-_batch_norm_scaled = _formula("_batch_norm_scaled", _of_channels, _scaled)  # cuDNN's, channels-last and for many shapes
+batch_norm_affine = _formula("batch_norm_affine", _of_channels, _affine)  # the CPU's
+batch_norm_scaled = _formula("batch_norm_scaled", _of_channels, _scaled)  # cuDNN's, channels-last and for many shapes
 
 
-def _batch_norm_elementwise(x, w, b, mean, invstd, *var_and_eps):
+def batch_norm_elementwise(x, w, b, mean, invstd, *var_and_eps):
     """The second half of CUDA's."""
     return torch.batch_norm_elemt(x, w, b, mean, invstd, var_and_eps[-1])
 
 
-def _batch_norm_whole(x, w, b, mean, invstd, eps):
+def batch_norm_whole(x, w, b, mean, invstd, eps):
     return native_batch_norm(x, w, b, eps)[0]
 
 
-def _batch_norm_cudnn(x, w, b, mean, invstd, eps):
+def batch_norm_cudnn(x, w, b, mean, invstd, eps):
     return cudnn_batch_norm(x, w, b, eps)[0]
 
 
-def _batch_norm_miopen(x, w, b, mean, invstd, eps):
+def batch_norm_miopen(x, w, b, mean, invstd, eps):
     return miopen_batch_norm(x, w, b, eps)[0]
 
 
-NATIVE = _batch_norm_elementwise, _batch_norm_affine, _batch_norm_whole
-NATIVE_ON_CPU = _batch_norm_affine, _batch_norm_whole
-CUDNN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_cudnn
-MIOPEN = _batch_norm_elementwise, _batch_norm_scaled, _batch_norm_miopen
+NATIVE = batch_norm_elementwise, batch_norm_affine, batch_norm_whole
+NATIVE_ON_CPU = batch_norm_affine, batch_norm_whole
+CUDNN = batch_norm_elementwise, batch_norm_scaled, batch_norm_cudnn
+MIOPEN = batch_norm_elementwise, batch_norm_scaled, batch_norm_miopen
 
 
 def _invstd(var, eps):
-    """As kernels compute it in evaluation."""
+    """1/std of a running variance, as kernels compute it."""
     (var,) = _wide(var)
     return (var + eps).rsqrt_()
 
 
-def _batch_norm_evaluated(x, w, b, mean, invstd, var, eps):
+def batch_norm_evaluated(x, w, b, mean, invstd, var, eps):
     return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
 
 
 def _batch_norm_with_some_statistics(x, w, b, eps):
+    """The op of trials: in evaluation, with statistics of a part of the input, in the weight's dtype."""
     part = x[:SAMPLES].transpose(0, 1).flatten(1).float()
     var, mean = (each.to(x.dtype if w is None else w.dtype) for each in torch.var_mean(part, 1, correction=0))
     invstd = _invstd(var, eps)
-    return _batch_norm_evaluated(x, w, b, mean, invstd, var, eps), mean, invstd, var
+    return batch_norm_evaluated(x, w, b, mean, invstd, var, eps), mean, invstd, var
 
 
 BATCH_NORM_IN_EVALUATION = Candidates(
-    (_batch_norm_elementwise, _batch_norm_affine, _batch_norm_evaluated),
+    (batch_norm_elementwise, batch_norm_affine, batch_norm_evaluated),
     _batch_norm_with_some_statistics,
     _closest_of_channels,
-    on_cpu=(_batch_norm_affine, _batch_norm_evaluated),
+    on_cpu=(batch_norm_affine, batch_norm_evaluated),
 )
 
 
@@ -215,10 +216,10 @@ def _closest_of_rows(x, mean, rstd, shape, *_):
     return _closest(rows, *(each.reshape(-1, 1)[:ROWS] for each in (mean, rstd))).view(shape)
 
 
-_layer_norm_affine = _formula("_layer_norm_affine", _of_rows, _centered)
+layer_norm_affine = _formula("layer_norm_affine", _of_rows, _centered)
 
 
-def _layer_norm_whole(x, w, b, shape, eps):
+def layer_norm_whole(x, w, b, shape, eps):
     return torch.native_layer_norm(x, shape, w, b, eps)[0]
 
 
@@ -229,11 +230,11 @@ def _layer_norm_with_model(step: Step) -> Result:
     if eps is None:
         raise Underivable
     step.is_assumed = True
-    return _layer_norm_whole, (x, w, b), (*step.arguments("normalized_shape"), eps)
+    return layer_norm_whole, (x, w, b), (*step.arguments("normalized_shape"), eps)
 
 
 LAYER_NORM = Op(
-    Candidates((_layer_norm_affine,), _layer_norm_op, _closest_of_rows),
+    Candidates((layer_norm_affine,), _layer_norm_op, _closest_of_rows),
     ("input", "weight", "bias"),
     ("normalized_shape",),
     saved=STATISTICS,
@@ -245,18 +246,18 @@ def _group_norm_op(x, w, b, n, c, hw, groups, eps=EPS):
     return torch.native_group_norm(x, w, b, n, c, hw, groups, eps)
 
 
-def _group_norm_whole(x, w, b, mean, rstd, n, c, hw, groups, eps=None):
+def group_norm_whole(x, w, b, mean, rstd, n, c, hw, groups, eps=None):
     if eps is None:
         raise NotImplementedError("eps isn't known")
     return _group_norm_op(x, w, b, n, c, hw, groups, eps)[0]
 
 
-_group_norm_affine = _formula("_group_norm_affine", _of_groups, _affine)
-_group_norm_in_two = _formula("_group_norm_in_two", _of_groups, _in_two)
-_group_norm_centered = _formula("_group_norm_centered", _of_groups, _centered)
+group_norm_affine = _formula("group_norm_affine", _of_groups, _affine)
+group_norm_in_two = _formula("group_norm_in_two", _of_groups, _in_two)
+group_norm_centered = _formula("group_norm_centered", _of_groups, _centered)
 
 _GROUP_NORM = Candidates(
-    (_group_norm_whole, _group_norm_in_two, _group_norm_affine, _group_norm_centered), _group_norm_op, _closest_of_channels
+    (group_norm_whole, group_norm_in_two, group_norm_affine, group_norm_centered), _group_norm_op, _closest_of_channels
 )
 # Not saved from torch 2.15 on.
 _SAVES_EPS = hasattr(getattr(torch._C._functions, "NativeGroupNormBackward0", None), "_saved_eps")
@@ -289,10 +290,10 @@ def _rms_norm_op(x, w, b, shape):
     return torch._fused_rms_norm(x, shape, w, EPS)
 
 
-def _rms_norm(x, w, b, rstd, shape):
+def rms_norm_scaled(x, w, b, rstd, shape):
     X, w, rstd = _wide(x, w, rstd)
     y = X * rstd
     return (y if w is None else y.mul_(w)).to(x.dtype)
 
 
-_RMS_NORM = Candidates((_rms_norm,), _rms_norm_op, _closest_of_rows)
+_RMS_NORM = Candidates((rms_norm_scaled,), _rms_norm_op, _closest_of_rows)

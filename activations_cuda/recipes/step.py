@@ -96,13 +96,16 @@ class Step:
         return _C.recipes.saved(self.node, _as_packed(name))
 
     def statistics(self, name: str) -> Any:
-        """A copy of the running statistics that the node saved under a name: ops write to them without counting a version."""
+        """A copy of the running statistics that the node saved under a name.
+
+        Batch norm in training writes to them without counting a version. So a copy made late is an assumption.
+        """
         value, is_late = _C.recipes.saved_statistics(self.node, _as_packed(name))
         self.is_assumed |= is_late
         return value
 
     def computed(self, function: Callable[..., Tensor], value: Any, *arguments: Any) -> Any:
-        """A small tensor that follows from a value, computed now."""
+        """A small tensor that follows from a value, computed now and kept."""
         with computing():
             return _C.recipes.keep(function(value.tensor(), *arguments), None)
 

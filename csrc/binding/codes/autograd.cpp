@@ -121,7 +121,9 @@ at::Tensor differentiable_backward(const Smooth& activation, const at::Tensor& g
   // By PyTorch's node, so that further gradients are added up in the same order. It is called past the engine, or hooks of the
   // input would see this gradient too.
   const at::Tensor output = activation.forward(input);
-  return (*output.grad_fn())({grad})[0];
+  const auto& node = output.grad_fn();
+  TORCH_INTERNAL_ASSERT(node && node->next_edge(0) == torch::autograd::impl::gradient_edge(input));
+  return (*node)({grad})[0];
 }
 
 const std::type_info& code_node_type() {

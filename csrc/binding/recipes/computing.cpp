@@ -224,7 +224,7 @@ at::Tensor Value::compute(bool* is_temporary) {
     is_new = !tensor.is_same(operand);
   } else {
     tensor = apply(&is_new);
-    if (tensor.scalar_type() != dtype) {  // its op wrote to a tensor of a narrower dtype than the other operand's
+    if (tensor.scalar_type() != dtype) {  // the op was in place, and the other operand is wider: it rounded its result
       tensor = tensor.to(dtype);
       is_new = true;
     }

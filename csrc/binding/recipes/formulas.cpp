@@ -30,6 +30,9 @@ FormulaReference reference_of(py::handle given) {
   const auto place = py::cast<std::string>(fields[1]);
   reference.operand = py::cast<int>(fields[0]);
   reference.place = place == "channels" ? Place::channels : place == "groups" ? Place::groups : Place::broadcast;
+  TORCH_CHECK_VALUE(
+      reference.place != Place::broadcast || place == "broadcast",
+      "recompute: expected an operand's place to be broadcast, channels or groups, got ", place);
   reference.number = py::cast<float>(fields[2]);
   return reference;
 }
@@ -62,7 +65,7 @@ const Facts& facts_of(const py::object& formula) {
 
 void set_facts(const py::dict& facts) {
   for (const auto& [formula, each] : facts) {
-    Facts known;
+    Facts known = {py::reinterpret_borrow<py::object>(formula)};
     if (const py::object in_place = each.attr("in_place"); !in_place.is_none()) {
       known.in_place = in_place;
     }
@@ -72,7 +75,6 @@ void set_facts(const py::dict& facts) {
     known.is_tabulated = py::cast<bool>(each.attr("is_tabulated"));
     known.is_movement = py::cast<bool>(each.attr("is_movement"));
     known.varies = py::cast<bool>(each.attr("varies"));
-    formula.inc_ref();
     known_facts()[formula.ptr()] = std::move(known);
   }
 }

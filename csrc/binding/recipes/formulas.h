@@ -33,14 +33,14 @@ struct FormulaInstruction {
 
 // See Facts in recipes/formulas.py.
 struct Facts {
-  py::object in_place;  // or null
+  py::object formula, in_place;  // the latter may be null
   std::optional<std::vector<FormulaInstruction>> program;
   bool is_tabulated = false, is_movement = false, varies = false;
 };
 
 // Of a formula; none are known of most.
 const Facts& facts_of(const py::object& formula);
-void set_facts(const py::dict& facts);
+void set_facts(const py::dict& facts);  // of these formulas; what is known of others stays
 
 // The formulas that this library itself makes recipes of.
 struct Formulas {
@@ -48,7 +48,6 @@ struct Formulas {
   // Those that aren't called: a view of (base, offset), a cast, and a mask of its bits, whose sizes, strides and dtype are the
   // recipe's.
   py::object as_strided, cast, unpack_mask;
-  py::object table;  // no formula, but (formula, arguments, dtype, like) -> the table of a function of one number, or None
 };
 
 void set_formulas(Formulas given);

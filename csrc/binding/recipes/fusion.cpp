@@ -7,8 +7,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -390,7 +388,7 @@ bool Builder::read_leaves() {
     }
   }
   for (const auto& [leaf, recipe] : table_for_) {
-    const py::object table = formulas().table(recipe->formula, recipe->arguments, dtype_object(recipe->dtype), wrapped(like_));
+    const py::object table = callbacks().table(recipe->formula, recipe->arguments, dtype_object(recipe->dtype), wrapped(like_));
     if (table.is_none()) {
       return false;
     }

@@ -1,4 +1,3 @@
-
 #include "leaves.h"
 
 #include <ATen/core/grad_mode.h>
@@ -70,7 +69,7 @@ void note_statistics(const at::Tensor& tensor) {
 }
 
 bool are_statistics(const at::Tensor& leaf) {
-  return !statistics().empty() && statistics().count(leaf.storage().unsafeGetStorageImpl()) > 0;
+  return !statistics().empty() && leaf.dim() == 1 && statistics().count(leaf.storage().unsafeGetStorageImpl()) > 0;
 }
 
 }  // namespace fastact::recipes

@@ -122,7 +122,10 @@ py::object saved(py::handle node, PyObject* name) {
   const py::object raw = attribute(node, name), data = attribute(raw, NAME("data"));
   if (is_value(data)) {
     const Value& value = value_of(data);
-    return value.is_private || value.copy ? value.copy : value.is_current() && !is_private(value) ? data : py::object();
+    if (value.is_private || value.copy) {
+      return value.copy;
+    }
+    return value.is_current() && !is_private(value) ? data : py::object();
   }
   if (!attribute(raw, NAME("unpack_hook")).is_none()) {
     return {};
@@ -143,11 +146,14 @@ py::object saved_statistics(py::handle node, PyObject* name, bool* is_late) {
   if (is_value(data) && value_of(data).copy) {
     return value_of(data).copy;
   }
-  *is_late = true;
   const py::object value = saved(node, name);
   if (!value || !is_value(value)) {
     return {};
   }
+  if (value_of(value).held.defined() && value_of(value).held.storage().use_count() == 1) {
+    return value;  // instance norm's own, which nobody else can write to
+  }
+  *is_late = true;
   const at::NoGradGuard no_grad;
   const at::Tensor tensor = value_of(value).tensor();
   note_statistics(tensor);

@@ -38,8 +38,8 @@ py::object operand(Step& step, size_t i, PyObject* name);
 // The value, number or None behind what a node saved. Other hooks than this one, which may have seen it, aren't called.
 py::object saved(py::handle node, PyObject* name);
 
-// A copy of running statistics that a node saved. It was made when the node saved them, before its op ran; only of the first
-// node that is asked for them it is made now, which sets `is_late`.
+// A copy of running statistics that a node saved, made when it saved them, before its op ran. For the first node that is asked,
+// it is made only now; then `is_late` is set, since training may have written to them in between.
 py::object saved_statistics(py::handle node, PyObject* name, bool* is_late);
 
 // What a node says about its op; in a rule also the output's own dtype or shape.

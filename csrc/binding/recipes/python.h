@@ -22,6 +22,7 @@ struct Callbacks {
         is_right(given["is_right"]),
         functions(given["functions"]),
         failed(given["failed"]),
+        table(given["table"]),
         cast_node(py::str(given["cast_node"])),
         shape(given["shape"]),
         dtype(given["dtype"]) {}
@@ -35,6 +36,7 @@ struct Callbacks {
   py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
   py::object functions;     // this package's, by their names
   py::object failed;        // (tensor, error)
+  py::object table;         // (formula, arguments, dtype, like) -> the table of a function of one number, or None
   py::str cast_node;        // the name of a cast's node
   py::object shape, dtype;  // what stands among a rule's arguments for the output's own
 };

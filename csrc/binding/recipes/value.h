@@ -87,7 +87,7 @@ struct Value {
   py::object held_outside, hooks_outside;  // the latter a pair
   int64_t stream = 0;
   bool is_private = false;  // a parameter that only what saved it may read
-  py::object copy;          // for recipes, see leaves.h; or null
+  py::object copy;          // what recipes read in its place (leaves.h), or null
 
   // What a recipe is: formula(*operands, *arguments). Operands are values, numbers or None.
   py::object formula, arguments;
