@@ -1982,6 +1982,33 @@ def test_depthwise_convolutions(dtype, device):
     assert all(map(torch.equal, plain, found))
 
 
+@pytest.mark.parametrize("bias", [None, 0.0, 1.0])
+def test_depthwise_convolutions_with_a_frozen_bias(bias, device):
+    """Which autograd's graph doesn't have; 0 at first it would look like none."""
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        torch.manual_seed(0)
+        result = []
+        for number in (0.0, bias):
+            norm, conv = nn.BatchNorm2d(8).to(device), nn.Conv2d(8, 8, 3, groups=8, bias=number is not None).to(device)
+            if number is not None:
+                nn.init.constant_(conv.bias, number).requires_grad_(False)
+            with scope():
+                y = conv(norm(Keep.apply(torch.randn(2, 8, 9, 9, device=device, requires_grad=True))))
+                loss = Keep.apply(y.sin()).sum()
+            result += torch.autograd.grad(loss, [y, norm.weight])
+        return result
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        expected = run(contextlib.nullcontext)
+        for one, other in zip(run(partial(recompute, convolutions=True)), expected, strict=True):
+            assert_same(one, other)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def nodes_of(tensor):
     nodes, seen = [tensor.grad_fn], set()
     while nodes:

@@ -241,7 +241,8 @@ def depthwise_convolution(step: Step) -> Result:
     weight, *arguments = step.operand(1, "weight"), *step.arguments(*CONVOLUTION)
     if step.node._saved_transposed or step.node._saved_groups < 2 or weight.sizes[1] != 1:  # type: ignore[attr-defined]
         raise Underivable
-    bias = None if step.node.next_functions[2][0] is None else step.operand(2)
+    has_bias = any(step.node._saved_bias_sym_sizes_opt or ())  # type: ignore[attr-defined]
+    bias = step.operand(2) if has_bias else None  # a frozen one can't be found
     return torch.convolution, (step.operand(0, "input"), weight, bias), tuple(arguments)
 
 

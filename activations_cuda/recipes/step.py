@@ -88,7 +88,11 @@ class Step:
         self.is_assumed = False
 
     def operand(self, i: int, name: str | None = None) -> Any:
-        """The value of operand i, found by its edge or as what the node saved under a name: a value, a number or None."""
+        """The value of operand i, found by its edge or as what the node saved under a name: a value, a number or None.
+
+        Raises:
+            Underivable: neither leads to it, as where it needs no gradient and has no name.
+        """
         return _C.recipes.operand(self._hook, self.node, i, _as_packed(name), self.depth)
 
     def saved(self, name: str) -> Any:

@@ -74,9 +74,6 @@ void add_step(py::module_& module) {
   module.def("operand", [](py::handle hook, py::handle node, size_t i, py::handle name, int depth) {
     const NodePointer pointer = node_behind(node);
     Step step(hook, pointer, 0, nullptr, depth);
-    if (!pointer->next_edge(i).function && name.is_none()) {
-      return py::object(py::none());
-    }
     return or_underivable(operand(step, i, name.is_none() ? nullptr : name.ptr()));
   });
   module.def("argument", [](py::handle node, py::handle name) { return argument(node, name.ptr()); });
