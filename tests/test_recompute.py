@@ -2285,12 +2285,15 @@ def test_an_op_in_place_with_a_wider_operand(name, dtypes, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "silu", "mish", "hardswish"])
-def test_second_derivatives_are_added_up_in_the_same_order(name, dtype, device):
-    """Of an input that others read too: PyTorch's own op, this package's, and that within the scope."""
+def test_second_derivatives_are_added_up_in_the_same_order(name, dtype):
+    """Of an input that others read too: PyTorch's own op, this package's, and that within the scope.
+
+    On a GPU PyTorch's own order isn't always the same: the nodes that backward's thread makes have numbers of their own.
+    """
 
     def run(function, scope):
         torch.manual_seed(0)
-        x = torch.randn(64, 300, device=device, dtype=dtype, requires_grad=True)
+        x = torch.randn(64, 300, dtype=dtype, requires_grad=True)
         with scope():
             h = x * 1
             normalized = (h - h.mean(-1, keepdim=True)) / h.std(-1, keepdim=True)
