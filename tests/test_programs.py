@@ -444,3 +444,12 @@ def test_a_power_by_a_tensor_has_no_table(dtype, device):
 
     before, after, _ = compare(model, loss)
     assert after < before
+
+
+def test_tables_of_zeros_of_either_sign(device):
+    x = torch.randn(64, 64, device=device).bfloat16()
+    scale = torch.ones(64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    for value in 0.0, -0.0:
+        with activations_cuda.recompute(check=True):  # raises an error if bits differ
+            loss = Keep.apply(activations_cuda.threshold(x * scale * 1.5, 0.1, value)).sum()
+        loss.backward()
