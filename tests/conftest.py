@@ -35,6 +35,15 @@ def no_hidden_errors(monkeypatch):
 
 
 @pytest.fixture
+def set_facts():
+    """To change what is known of some formulas."""
+    from activations_cuda.recipes.formulas import FORMULAS
+
+    yield _C.recipes.set_facts
+    _C.recipes.set_facts(FORMULAS)
+
+
+@pytest.fixture
 def deterministic():
     """PyTorch's own kernels repeat themselves to the bit."""
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -248,7 +248,7 @@ RECOMPUTE = [
     Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
     Mutant("trials with centered numbers", RECIPES + "verification.py", "normal_(mean=1.0, ", "normal_("),
     Mutant("running statistics that were written to", RECIPES + "step.py", "is_assumed |= is_late", "is_assumed |= False"),
-    Mutant("running statistics copied too late", OPERANDS, "return value_of(data).copy;", "return data;"),
+    Mutant("running statistics copied too late", OPERANDS, "return value.copy;  // or null", "return data;"),
     Mutant("the next row begins later", CUDA_RECIPES, "i >= rest_[u]", "i > rest_[u]"),
     Mutant("the next row is this one", CUDA_RECIPES, "dense_[u] + n - 1", "dense_[u]"),
     Mutant("complex numbers in any strides", DERIVATION, " || c10::isComplexType(recipe.dtype)", ""),

@@ -310,17 +310,16 @@ def test_what_has_other_readers_is_read_or_computed_once():
     assert torch.equal(grad, expected)
 
 
-def test_a_program_that_gives_other_bits_is_not_used():
+def test_a_program_that_gives_other_bits_is_not_used(set_facts):
     """What is wrong with a program shows at its first use, and the formula computes it."""
     x = torch.randn(64, 64, requires_grad=True)
-    _C.recipes.set_facts({torch.relu: Facts(program=(programs.instruction("clamp", 0.25, math.inf),))})
+    set_facts({torch.relu: Facts(program=(programs.instruction("clamp", 0.25, math.inf),))})
     try:
         _C.recipes.forget_chosen()
         with activations_cuda.recompute(check=True):
             Keep.apply(F.relu(x * 1 + x)).sum().backward()
         assert torch.relu in _C.recipes.chosen().values()
     finally:
-        _C.recipes.set_facts(FORMULAS)
         _C.recipes.forget_chosen()
 
 

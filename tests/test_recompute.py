@@ -964,12 +964,6 @@ def test_masks_are_found_again(numel, device):
         assert_same(scope.pack(transposed).tensor(), transposed)
 
 
-@pytest.fixture
-def set_facts():
-    yield _C.recipes.set_facts
-    _C.recipes.set_facts(FORMULAS)
-
-
 def test_temporaries_are_written_to(set_facts):
     """A chain of recipes needs no memory for what is between, and writes to nothing else."""
     written = []
@@ -1058,9 +1052,15 @@ def test_batch_norm_in_training_before_its_output_is_saved(training):
     same_with_scope(run)
 
 
-def test_batch_norm_in_evaluation_is_compared_once(monkeypatch):
-    compared = []
-    monkeypatch.setattr(hook, "verify", lambda *given, verify=hook.verify: compared.append(given) or verify(*given))
+@pytest.fixture
+def compared(monkeypatch):
+    """What recipes are verified with."""
+    calls = []
+    monkeypatch.setattr(hook, "verify", lambda *given, verify=hook.verify: calls.append(given) or verify(*given))
+    return calls
+
+
+def test_batch_norm_in_evaluation_is_compared_once(compared):
     net = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
     for training, expected in ((False, 1), (False, 0), (True, None), (False, 0)):
         compared.clear()
@@ -1072,9 +1072,7 @@ def test_batch_norm_in_evaluation_is_compared_once(monkeypatch):
         y.sum().backward()
 
 
-def test_instance_norm_in_evaluation_is_compared_once(monkeypatch):
-    compared = []
-    monkeypatch.setattr(hook, "verify", lambda *given, verify=hook.verify: compared.append(given) or verify(*given))
+def test_instance_norm_in_evaluation_is_compared_once(compared):
     norm = nn.InstanceNorm1d(16, affine=True, track_running_stats=True).eval()
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
@@ -1982,6 +1980,7 @@ def test_depthwise_convolutions(dtype, device):
     assert all(map(torch.equal, plain, found))
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("bias", [None, 0.0, 1.0])
 def test_depthwise_convolutions_with_a_frozen_bias(bias, device):
     """Which autograd's graph doesn't have; 0 at first it would look like none."""
@@ -1994,19 +1993,13 @@ def test_depthwise_convolutions_with_a_frozen_bias(bias, device):
             norm, conv = nn.BatchNorm2d(8).to(device), nn.Conv2d(8, 8, 3, groups=8, bias=number is not None).to(device)
             if number is not None:
                 nn.init.constant_(conv.bias, number).requires_grad_(False)
-            with scope():
+            with recompute(convolutions=True) if scope is recompute else scope():
                 y = conv(norm(Keep.apply(torch.randn(2, 8, 9, 9, device=device, requires_grad=True))))
                 loss = Keep.apply(y.sin()).sum()
             result += torch.autograd.grad(loss, [y, norm.weight])
         return result
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        expected = run(contextlib.nullcontext)
-        for one, other in zip(run(partial(recompute, convolutions=True)), expected, strict=True):
-            assert_same(one, other)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    same_with_scope(run)
 
 
 def nodes_of(tensor):

@@ -123,7 +123,7 @@ py::object saved(py::handle node, PyObject* name) {
   if (is_value(data)) {
     const Value& value = value_of(data);
     if (value.is_private || value.copy) {
-      return value.copy;
+      return value.copy;  // or null
     }
     return value.is_current() && !is_private(value) ? data : py::object();
   }
@@ -142,16 +142,12 @@ py::object saved(py::handle node, PyObject* name) {
 }
 
 py::object saved_statistics(py::handle node, PyObject* name, bool* is_late) {
-  const py::object data = attribute(attribute(node, name), NAME("data"));
-  if (is_value(data) && value_of(data).copy) {
-    return value_of(data).copy;
-  }
   const py::object value = saved(node, name);
   if (!value || !is_value(value)) {
     return {};
   }
   if (value_of(value).held.defined() && value_of(value).held.storage().use_count() == 1) {
-    return value;  // instance norm's own, which nobody else can write to
+    return value;  // a copy, or instance norm's own: nobody else can write to it
   }
   *is_late = true;
   const at::NoGradGuard no_grad;
