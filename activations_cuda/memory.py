@@ -157,7 +157,7 @@ class Recomputed:
     def _watch(self, copier, model, args, kwargs):
         for module, functions in self._converted.items():
             set_class(copier(module), class_for(copier(module), functions))
-        pack_value = Hook(model, check=False, outer=None, assumes=True).pack
+        pack_value = Hook(None, check=False, outer=None, assumes=True).pack
         values = []
         first: dict[StorageWeakRef, nn.Module] = {}
         with running_module(copier, model, self._modules) as running:

@@ -161,7 +161,7 @@ def _forward(self, *args, **kwargs):
     if not torch.is_grad_enabled() or is_dynamo_compiling() or is_exporting() or torch.jit.is_tracing():
         return forward(*args, **kwargs)
     if ours._fastact_recomputes:
-        forward = recompute(self)(forward)
+        forward = recompute()(forward)
     if not ours._fastact_names:
         return forward(*args, **kwargs)
     with _forward_mode(ours._fastact_names) as mode:  # noqa: F841, which is_meant looks for

@@ -109,7 +109,7 @@ class Case:
 
     def wrap(self, model, **options):
         """The converted model's forward."""
-        return activations_cuda.recompute(model, convolutions=self.convolutions, **options)(model)
+        return activations_cuda.recompute(convolutions=self.convolutions, **options)(model)
 
     def batch(self, device, count=None):
         shape = (count or self.shape[0], *self.shape[1:])

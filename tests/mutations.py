@@ -81,6 +81,7 @@ CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
 HOOK = "csrc/binding/recipes/hook.cpp"
 DERIVATION = "csrc/binding/recipes/derivation.cpp"
 OPERANDS = "csrc/binding/recipes/operands.cpp"
+CALLS = "csrc/binding/recipes/calls.cpp"
 LEAVES = "csrc/binding/recipes/leaves.cpp"
 PACKED_MASKS = "csrc/binding/recipes/masks.cpp"
 RECIPES = "activations_cuda/recipes/"
@@ -247,18 +248,14 @@ RECOMPUTE = [
     Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
     Mutant("trials of the bias that cancels alone", RECIPES + "verification.py", "if trial % 2:", "if False:"),
     Mutant("trials with centered numbers", RECIPES + "verification.py", "normal_(mean=1.0, ", "normal_("),
-    Mutant("running statistics that were written to", RECIPES + "step.py", "is_assumed |= is_late", "is_assumed |= False"),
+    Mutant("running statistics that were written to", CALLS, 'item(locals, NAME("training")).ptr() == Py_False', "false"),
+    Mutant("a frozen bias that was written to", CALLS, "._version()) != call->version_of_bias", "._version()) < 0"),
+    Mutant("a frozen bias of channels for instances", CALLS, "!is_instance_norm && ", ""),
     Mutant("running statistics copied too late", OPERANDS, "return value.copy;  // or null", "return data;"),
     Mutant("the next row begins later", CUDA_RECIPES, "i >= rest_[u]", "i > rest_[u]"),
     Mutant("the next row is this one", CUDA_RECIPES, "dense_[u] + n - 1", "dense_[u]"),
     Mutant("complex numbers in any strides", DERIVATION, " || c10::isComplexType(recipe.dtype)", ""),
     Mutant("zeros prove a formula", RECIPES + "verification.py", " or _tells(tensor)", " or True"),
-    Mutant(
-        "an assumption proved by another",
-        DERIVATION,
-        "if (value.first && !value_of(value.first).is_assumed)",
-        "if (value.first)",
-    ),
     Mutant("what an earlier scope computed", OPERANDS, " || is_older_than_scope(step)", ""),
     Mutant("a clone's memory is shared", COMPUTING, "!is_shared || ", "true || "),
     Mutant(

@@ -2,9 +2,11 @@
 
 import sys
 import weakref
+from inspect import unwrap
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from activations_cuda import _C
@@ -31,7 +33,7 @@ class Hook:
     """One scope's hook in autograd's stack. ``pack`` is its pack hook, :data:`unpack` the other.
 
     Args:
-        model: whose norms' frozen weights and biases may be operands.
+        model: whose modules' names an error gives.
         check: whether every recipe is compared with its tensor.
         outer: the hooks around the scope, which get what is kept.
         convolutions: whether depthwise convolutions are inexpensive enough.
@@ -55,7 +57,6 @@ class Hook:
         self.begins = _C.recipes.sequence_number() if begins is None else begins
         self.rules = RULES_WITH_CONVOLUTIONS if convolutions else RULES
         self.mismatch: str | None = None
-        self._norms: dict[Any, weakref.ref[nn.Module] | None] | None = None
 
     @property
     def model(self) -> nn.Module | None:
@@ -65,33 +66,12 @@ class Hook:
     def pack(self) -> Any:
         return _C.recipes.pack_hook(self)
 
-    def norm(self, weight: Any) -> nn.Module | None:
-        """The model's module that has this weight."""
-        model = self.model
-        if model is None or sharding()[0] or not isinstance(weight, _C.recipes.Value) or not isinstance(weight.held, Tensor):
-            return None
-        if self._norms is None:
-            self._norms = {}
-            for module in model.modules():
-                own = module._parameters.get("weight")  # past properties, which may compute it
-                if own is not None and hasattr(module, "eps"):
-                    place = _place_of(own)
-                    self._norms[place] = (
-                        None if place in self._norms else weakref.ref(module)
-                    )  # two have the same weight: unknown
-        found = self._norms.get(_place_of(weight.held))
-        return None if found is None else found()
-
-
-def _place_of(tensor):
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
-
 
 def _step(hook, node, number, tensor, depth, rule):
     """What a rule that is a function gives."""
     step = Step(hook, node, number, tensor, depth)
     try:
-        return *rule(step), step.is_assumed
+        return rule(step)
     except Underivable:
         return None
 
@@ -103,17 +83,20 @@ def _is_right(hook, recipe, untried, node, tensor):
     if hook.check:
         with computing():
             if not is_identical(recipe.compute(), tensor):
-                hook.mismatch = hook.mismatch or _describe(node, tensor)
+                hook.mismatch = hook.mismatch or _describe(node, tensor, hook.model)
                 return False
     return True
 
 
-def _describe(node, tensor):
+def _describe(node, tensor, model):
     """What didn't fit, and the module that saved it."""
     frame, module = sys._getframe(1), None
     while frame is not None and not isinstance(module, nn.Module):
         module, frame = frame.f_locals.get("self"), frame.f_back
-    saver = f", saved by {type(module).__name__}" if isinstance(module, nn.Module) else ""
+    saver = ""
+    if isinstance(module, nn.Module):
+        names = (name for name, each in model.named_modules() if each is module) if model is not None else ()
+        saver = f", saved by {next(iter(names), '') or type(module).__name__}"
     return f"{node.name()}, shape {list(tensor.shape)}, {tensor.dtype}{saver}: expected a recipe of the same bits, got others"
 
 
@@ -137,6 +120,10 @@ _C.recipes.set_up(
     of_all_outputs=OF_ALL_OUTPUTS,
     underivable=Underivable,
     nothing_yet=NothingYet,
+    norm_functions={
+        name: getattr(unwrap(getattr(F, name)), "__code__", None)
+        for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm")
+    },
     plain_types=(Tensor, nn.Parameter, getattr(nn, "Buffer", nn.Parameter)),
     step=_step,
     is_right=_is_right,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from activations_cuda import _C
-from activations_cuda.recipes.step import Op, Result, Step, Underivable
+from activations_cuda.recipes.step import Op, Result, Step
 from activations_cuda.recipes.verification import Candidates, Formula
 
 HALVES = torch.bfloat16, torch.float16
@@ -50,20 +49,6 @@ def _closest_of_channels(x, mean, rstd, *_):
     )
     columns = torch.broadcast_tensors(x.reshape(len(x), channels, -1), mean, rstd)
     return _closest(*(each.transpose(1, 2).flatten(0, 1) for each in columns))
-
-
-def _bias(step, i, weight):
-    """The bias of a norm, which its node doesn't save."""
-    if step.node.next_functions[i][0] is not None:
-        return step.operand(i)
-    if weight is None:
-        step.is_assumed = True  # neither a weight nor an edge of a bias: most likely affine=False
-        return None
-    norm = step.norm(weight)
-    if norm is None:
-        raise Underivable
-    step.is_assumed = True
-    return None if norm.bias is None else _C.recipes.keep(norm.bias, None)
 
 
 # How kernels compute an output, in float32 for half types. Written to `out` if given, which may be x.
@@ -131,13 +116,12 @@ def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str, on_cpu: tuple[F
     candidates = Candidates(formulas, op, _closest_of_channels, on_cpu)
 
     def otherwise(step: Step) -> Result:
-        x, w = step.operand(0, "input"), step.operand(1, "weight")
-        b = _bias(step, 2, w)
-        arguments = step.arguments(eps)
+        x, w, b = step.operand(0, "input"), step.operand(1, "weight"), step.bias(2)
         if step.node._saved_training:  # type: ignore[attr-defined]
-            return candidates, (x, w, b, *map(step.saved, STATISTICS)), arguments
-        mean, var = map(step.statistics, RUNNING)
-        return BATCH_NORM_IN_EVALUATION, (x, w, b, mean, step.computed(_invstd, var, *arguments), var), arguments
+            return candidates, (x, w, b, *map(step.saved, STATISTICS)), step.arguments(eps)
+        epsilon = step.eps()  # of a call that is known, whose running statistics have been copied
+        mean, var = map(step.saved, RUNNING)
+        return BATCH_NORM_IN_EVALUATION, (x, w, b, mean, step.computed(_invstd, var, epsilon), var), (epsilon,)
 
     return Op(candidates, ("input", "weight", None), (eps,), saved=STATISTICS, when="training", otherwise=otherwise)
 
@@ -223,14 +207,10 @@ def layer_norm_whole(x, w, b, shape, eps):
     return torch.native_layer_norm(x, shape, w, b, eps)[0]
 
 
-def _layer_norm_with_model(step: Step) -> Result:
+def _layer_norm_again(step: Step) -> Result:
     """Of statistics that were rounded to a half type, and must be taken again. The node doesn't save eps."""
-    x, w, b = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
-    eps = getattr(step.norm(w), "eps", None)
-    if eps is None:
-        raise Underivable
-    step.is_assumed = True
-    return layer_norm_whole, (x, w, b), (*step.arguments("normalized_shape"), eps)
+    operands = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
+    return layer_norm_whole, tuple(operands), (*step.arguments("normalized_shape"), step.eps())
 
 
 LAYER_NORM = Op(
@@ -238,7 +218,7 @@ LAYER_NORM = Op(
     ("input", "weight", "bias"),
     ("normalized_shape",),
     saved=STATISTICS,
-    otherwise=_layer_norm_with_model,
+    otherwise=_layer_norm_again,
 )
 
 
@@ -264,12 +244,10 @@ _SAVES_EPS = hasattr(getattr(torch._C._functions, "NativeGroupNormBackward0", No
 GROUPS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])
 
 
-def _group_norm_with_model(step: Step) -> Result:
-    """Of a frozen bias, or of an eps that the node doesn't save."""
-    x, w = step.operand(0, "input"), step.operand(1, "weight")
-    eps = () if _SAVES_EPS else (getattr(step.norm(w), "eps", None),)
-    step.is_assumed |= not _SAVES_EPS
-    return _GROUP_NORM, (x, w, _bias(step, 2, w), *map(step.saved, STATISTICS)), (*step.arguments(*GROUPS), *eps)
+def _group_norm_as_called(step: Step) -> Result:
+    """Of a bias without a gradient, or of an eps that the node doesn't save."""
+    operands = step.operand(0, "input"), step.operand(1, "weight"), step.bias(2), *map(step.saved, STATISTICS)
+    return _GROUP_NORM, operands, (*step.arguments(*GROUPS), *([] if _SAVES_EPS else [step.eps()]))
 
 
 GROUP_NORM = Op(
@@ -277,7 +255,7 @@ GROUP_NORM = Op(
     ("input", "weight", None),
     GROUPS,
     saved=STATISTICS,
-    otherwise=_group_norm_with_model,
+    otherwise=_group_norm_as_called,
 )
 
 

@@ -51,7 +51,7 @@ class recompute:
     checkpoint runs.
 
     Args:
-        model: the module, if biases of its norms are frozen: their outputs follow only if these are known.
+        model: the module, by whose names for its parts the error of ``check`` says where recipes differ.
         check: compare every recipe with its tensor, in every step, and raise an error where they differ.
         convolutions: recompute depthwise convolutions too, which take little longer than a copy.
 

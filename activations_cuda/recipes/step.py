@@ -75,17 +75,12 @@ def _as_packed(name):
 
 
 class Step:
-    """Output `number` of `node`, and the tensor itself if it is at hand.
+    """Output `number` of `node`, and the tensor itself if it is at hand."""
 
-    Attributes:
-        is_assumed: set by a rule that assumes an operand; its recipe is verified at each use.
-    """
-
-    __slots__ = ("_hook", "depth", "is_assumed", "node", "number", "tensor")
+    __slots__ = ("_hook", "depth", "node", "number", "tensor")
 
     def __init__(self, hook: Any, node: "Node", number: int, tensor: Tensor | None, depth: int) -> None:
         self._hook, self.node, self.number, self.tensor, self.depth = hook, node, number, tensor, depth
-        self.is_assumed = False
 
     def operand(self, i: int, name: str | None = None) -> Any:
         """The value of operand i, found by its edge or as what the node saved under a name: a value, a number or None.
@@ -99,14 +94,18 @@ class Step:
         """The value, number or None behind what the node saved under a name."""
         return _C.recipes.saved(self.node, _as_packed(name))
 
-    def statistics(self, name: str) -> Any:
-        """A copy of the running statistics that the node saved under a name.
+    def eps(self) -> Any:
+        """The eps that a function of torch.nn.functional gave a norm, where its node doesn't save it.
 
-        Batch norm in training writes to them without counting a version. So a copy made late is an assumption.
+        Raises:
+            Underivable: another function called the norm's op.
         """
-        value, is_late = _C.recipes.saved_statistics(self.node, _as_packed(name))
-        self.is_assumed |= is_late
-        return value
+        return _C.recipes.eps_of_call(self.node)
+
+    def bias(self, i: int) -> Any:
+        """A norm's bias, its operand i, which the node doesn't save: a value or None."""
+        has_edge = self.node.next_functions[i][0] is not None
+        return self.operand(i) if has_edge else _C.recipes.bias_of_call(self.node)
 
     def computed(self, function: Callable[..., Tensor], value: Any, *arguments: Any) -> Any:
         """A small tensor that follows from a value, computed now and kept."""
@@ -131,7 +130,3 @@ class Step:
         What the hooks around the scope have been given stays theirs.
         """
         _C.recipes.narrow(self._hook, self.node, value, dtype)
-
-    def norm(self, weight: Any) -> Any:
-        """The module whose weight this value is, if the scope was given its model."""
-        return self._hook.norm(weight)

@@ -203,19 +203,14 @@ def _verify(recipe, untried, tensor):
     for each, formula in untried:
         if tells or isinstance(formula, Candidates):
             _C.recipes.choose(each.configuration, each.formula, each.fuses)
-        elif not _may_try_again(each):
+            continue
+        _unproven[each.configuration] += 1
+        if _unproven[each.configuration] > MAX_UNPROVEN:
             return _refuse(each, tensor)
     return True
 
 
-def _may_try_again(recipe):
-    _unproven[recipe.configuration] += 1
-    return _unproven[recipe.configuration] <= MAX_UNPROVEN
-
-
 def _refuse(recipe, tensor):
-    if recipe.is_assumed and _may_try_again(recipe):
-        return False  # what it assumes may hold at its next use
     log.debug("recompute: %s: no formula fits, shape %s, %s: kept", recipe.source, list(tensor.shape), tensor.dtype)
     _C.recipes.choose(recipe.configuration, None, False)
     return False

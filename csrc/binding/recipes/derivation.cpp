@@ -60,7 +60,7 @@ int64_t number_of_object(py::handle object) {
 }
 
 // Gives a recipe the formula that fits its configuration, or has it tried. False if none fits.
-bool choose(const py::object& object, bool is_assumed) {
+bool choose(const py::object& object) {
   Value& recipe = value_of(object);
   const auto known = chosen().find(recipe.configuration);
   if (known != chosen().end()) {
@@ -69,9 +69,7 @@ bool choose(const py::object& object, bool is_assumed) {
     }
     recipe.formula = known->second.formula;
     recipe.fuses = known->second.fuses;
-    if (!is_assumed) {
-      return true;
-    }
+    return true;
   }
   if (Derivation::current) {
     Derivation::current->untried.emplace_back(object, recipe.formula);
@@ -93,7 +91,6 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   const auto& meta = step.node->input_metadata(step.number);
   recipe.source = name;
   recipe.sizes = sizes_of(meta);
-  recipe.is_assumed = step.is_assumed;
   Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
   const auto add_root = [&](const py::object& root) {
     if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
@@ -118,7 +115,6 @@ bool complete(const Step& step, const py::object& name, const py::object& object
       continue;
     }
     std::for_each(value.roots.begin(), value.roots.end(), add_root);
-    recipe.is_assumed |= value.is_assumed && !value.replaced;
     if (!value.replaced) {  // what somebody saved wasn't written to by this op
       recipe.max_writes = std::max(recipe.max_writes, value.max_writes + 1);
     }
@@ -146,7 +142,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   append(numbers, recipe.dtype, meta.device());
   recipe.configuration = number_of(numbers);
 
-  if (!choose(object, step.is_assumed)) {
+  if (!choose(object)) {
     return false;
   }
   for (const py::object& each : recipe.operands) {
@@ -235,7 +231,6 @@ bool by_function(Step& step, const py::object& rule, Value& recipe) {
     recipe.operands.push_back(py::reinterpret_borrow<py::object>(each));
   }
   recipe.arguments = result[2];
-  step.is_assumed = py::cast<bool>(result[3]);
   return true;
 }
 
@@ -361,7 +356,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
     return {};
   }
   for (const auto& [output, value] : derivation.between) {
-    if (value.first && !value_of(value.first).is_assumed) {  // or other readers would take it for proven
+    if (value.first) {
       note(value.first, value.second, output.second);
     }
   }
@@ -403,7 +398,7 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
       recipe_of(ConfigurationOf::narrowed, "", formulas().cast, operand, arguments, tensor, static_cast<int64_t>(original));
   Value& recipe = value_of(replacing);
   Derivation derivation;
-  if (!choose(replacing, /*is_assumed=*/false) || !is_right(hook, replacing, derivation, node, tensor)) {
+  if (!choose(replacing) || !is_right(hook, replacing, derivation, node, tensor)) {
     return;
   }
   value.take_layout_of(tensor);

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "../../torch_version.h"
+#include "calls.h"
 #include "computing.h"
 #include "derivation.h"
 #include "formulas.h"
@@ -117,10 +118,8 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     if (is_freed_parameter(owner)) {
       value_of(value).is_private = true;
       value_of(value).copy = copy_of(tensor);
-    } else if (are_statistics(tensor)) {
-      const at::NoGradGuard no_grad;
-      value_of(value).copy = keep(tensor.clone(), py::none(), py::none());
     }
+    note_call(value_of(value), tensor);
     return value;
   }
   const auto number = static_cast<uint32_t>(tensor.output_nr());
@@ -139,6 +138,9 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     value_of(value).is_private = is_of_leaf && is_freed_parameter(owner);
   }
   note(value, node, number);
+  if (number > 0) {  // as a norm's statistics
+    note_call(value_of(value), tensor);
+  }
   return value;
 }
 

@@ -4,8 +4,6 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
-#include <iterator>
-#include <unordered_map>
 
 #include "python.h"
 
@@ -13,14 +11,6 @@ namespace fastact::recipes {
 namespace {
 
 Sharding known_sharding = {false, false};
-
-// A weak reference keeps an address from being used again.
-using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-
-std::unordered_map<const c10::StorageImpl*, WeakStorage>& statistics() {
-  static auto& storages = *new std::unordered_map<const c10::StorageImpl*, WeakStorage>();
-  return storages;
-}
 
 bool is_parameter(const at::Tensor& tensor) {
   const py::object object = wrapped(tensor);
@@ -58,18 +48,6 @@ py::object copy_of(const at::Tensor& parameter) {
   const bool is_small = std::count_if(sizes.begin(), sizes.end(), [](int64_t size) { return size > 1; }) < 2;
   const at::NoGradGuard no_grad;
   return is_small && parameter.storage().nbytes() > 0 ? keep(parameter.clone(), py::none(), py::none()) : py::object();
-}
-
-void note_statistics(const at::Tensor& tensor) {
-  auto& storages = statistics();
-  for (auto each = storages.begin(); each != storages.end();) {
-    each = each->second.expired() ? storages.erase(each) : std::next(each);
-  }
-  storages.emplace(tensor.storage().unsafeGetStorageImpl(), tensor.storage().getWeakStorageImpl());
-}
-
-bool are_statistics(const at::Tensor& leaf) {
-  return !statistics().empty() && leaf.dim() == 1 && statistics().count(leaf.storage().unsafeGetStorageImpl()) > 0;
 }
 
 }  // namespace fastact::recipes

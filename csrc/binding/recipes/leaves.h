@@ -1,10 +1,8 @@
-// Parameters and buffers that change while a graph is alive without their version counting it. A recipe that reads one needs a
-// copy, made while it still has its value.
+// Leaves of the graph, and parameters that are freed while it is alive, without their version counting it. A recipe that reads
+// one needs a copy, made while it still has its value.
 //
 // FSDP2, and FSDP1, whose parameters are views of a flat one, free a module's parameters after its forward pass, until the
 // backward pass reaches it. So a parameter's value is private to what saved it, which reads it where it is there again.
-//
-// Batch norm in training writes to its running statistics, which the same module in evaluation mode normalizes with.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,10 +29,5 @@ bool is_freed_parameter(const at::Tensor& leaf);
 
 // A copy of a norm's weight or bias that FSDP2 frees; null for what is large, or freed already.
 py::object copy_of(const at::Tensor& parameter);
-
-// Remembers a tensor's storage as that of running statistics; from then on the pack hook copies what is saved of it, in
-// training too, which needs no copy but can't be told apart.
-void note_statistics(const at::Tensor& tensor);
-bool are_statistics(const at::Tensor& leaf);
 
 }  // namespace fastact::recipes

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../../torch_version.h"
+#include "calls.h"
 #include "computing.h"
 #include "derivation.h"
 #include "formulas.h"
@@ -78,11 +79,8 @@ void add_step(py::module_& module) {
   });
   module.def("argument", [](py::handle node, py::handle name) { return argument(node, name.ptr()); });
   module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });
-  module.def("saved_statistics", [](py::handle node, py::handle name) {
-    bool is_late = false;
-    const py::object value = or_underivable(saved_statistics(node, name.ptr(), &is_late));
-    return std::make_pair(value, is_late);
-  });
+  module.def("eps_of_call", [](py::handle node) { return or_underivable(eps_of_call(node)); });
+  module.def("bias_of_call", [](py::handle node) { return or_underivable(bias_of_call(node)); });
   module.def("keep", [](py::handle tensor, const py::object& hooks) {
     return keep(THPVariable_Unpack(tensor.ptr()), py::none(), hooks);
   });

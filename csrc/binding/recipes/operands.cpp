@@ -141,21 +141,6 @@ py::object saved(py::handle node, PyObject* name) {
   return data;
 }
 
-py::object saved_statistics(py::handle node, PyObject* name, bool* is_late) {
-  const py::object value = saved(node, name);
-  if (!value || !is_value(value)) {
-    return {};
-  }
-  if (value_of(value).held.defined() && value_of(value).held.storage().use_count() == 1) {
-    return value;  // a copy, or instance norm's own: nobody else can write to it
-  }
-  *is_late = true;
-  const at::NoGradGuard no_grad;
-  const at::Tensor tensor = value_of(value).tensor();
-  note_statistics(tensor);
-  return keep(tensor.clone(), py::none(), py::none());
-}
-
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   // A sharded parameter may be freed by now, but what was saved of it has a copy.

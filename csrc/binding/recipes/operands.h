@@ -26,7 +26,6 @@ struct Step {
   uint32_t number;
   const at::Tensor* tensor;  // if it is at hand
   int depth;
-  bool is_assumed = false;  // whether its rule guesses, so that every recipe of it is to be tried
 
  private:
   py::object python_;
@@ -37,10 +36,6 @@ py::object operand(Step& step, size_t i, PyObject* name);
 
 // The value, number or None behind what a node saved. Other hooks than this one, which may have seen it, aren't called.
 py::object saved(py::handle node, PyObject* name);
-
-// A copy of running statistics that a node saved, made when it saved them, before its op ran. For the first node that is asked,
-// it is made only now; then `is_late` is set, since training may have written to them in between.
-py::object saved_statistics(py::handle node, PyObject* name, bool* is_late);
 
 // What a node says about its op; in a rule also the output's own dtype or shape.
 py::object argument(py::handle node, PyObject* name);

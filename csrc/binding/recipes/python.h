@@ -11,6 +11,21 @@
 
 namespace fastact::recipes {
 
+// The code of the functions of torch.nn.functional that call a norm's op.
+struct NormFunctions {
+  explicit NormFunctions(const py::dict& codes)
+      : batch_norm(codes["batch_norm"]),
+        instance_norm(codes["instance_norm"]),
+        layer_norm(codes["layer_norm"]),
+        group_norm(codes["group_norm"]) {}
+
+  bool contains(py::handle code) const {
+    return code.is(batch_norm) || code.is(instance_norm) || code.is(layer_norm) || code.is(group_norm);
+  }
+
+  py::object batch_norm, instance_norm, layer_norm, group_norm;
+};
+
 struct Callbacks {
   explicit Callbacks(const py::kwargs& given)
       : rule_of_op(given["rule_of_op"]),
@@ -18,6 +33,7 @@ struct Callbacks {
         underivable(given["underivable"]),
         nothing_yet(given["nothing_yet"]),
         plain_types(given["plain_types"]),
+        norm_functions(given["norm_functions"]),
         step(given["step"]),
         is_right(given["is_right"]),
         functions(given["functions"]),
@@ -32,7 +48,8 @@ struct Callbacks {
   py::object underivable;     // raised where a rule asks for what can't be derived
   py::object nothing_yet;     // raised where the hooks around the scope give nothing back yet
   py::tuple plain_types;
-  py::object step;          // (hook, node, number, tensor, depth) -> formula, operands, arguments, is_assumed
+  NormFunctions norm_functions;
+  py::object step;          // (hook, node, number, tensor, depth) -> formula, operands, arguments
   py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
   py::object functions;     // this package's, by their names
   py::object failed;        // (tensor, error)

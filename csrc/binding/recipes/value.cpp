@@ -245,8 +245,6 @@ PyGetSetDef properties[] = {
     {"is_recipe", [](PyObject* self, void*) { return PyBool_FromLong(value_of(self).is_recipe()); }, nullptr, nullptr, nullptr},
     {"remembers", [](PyObject* self, void*) { return PyBool_FromLong(value_of(self).remembers()); }, nullptr,
      "whether it holds what it computed for other readers in this backward pass", nullptr},
-    {"is_assumed", [](PyObject* self, void*) { return PyBool_FromLong(value_of(self).is_assumed); }, nullptr,
-     "whether it rests on an assumption", nullptr},
     {"source", [](PyObject* self, void*) { return or_none(value_of(self).source); }, nullptr, "the name of the node", nullptr},
     {"held",
      [](PyObject* self, void*) {

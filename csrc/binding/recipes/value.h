@@ -11,6 +11,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -31,6 +32,7 @@ using Configuration = c10::SmallVector<int64_t, 32>;
 
 enum class ConfigurationOf : int64_t { kept_tensor = -5, narrowed, written_to, mask, view };
 
+struct NormCall;
 struct Pass;
 
 struct Value {
@@ -86,8 +88,9 @@ struct Value {
   at::Tensor held;
   py::object held_outside, hooks_outside;  // the latter a pair
   int64_t stream = 0;
-  bool is_private = false;  // a parameter that only what saved it may read
-  py::object copy;          // what recipes read in its place (leaves.h), or null
+  bool is_private = false;                    // a parameter that only what saved it may read
+  py::object copy;                            // what recipes read in its place (leaves.h, calls.h), or null
+  std::shared_ptr<const NormCall> norm_call;  // that saved it, or null
 
   // What a recipe is: formula(*operands, *arguments). Operands are values, numbers or None.
   py::object formula, arguments;
@@ -95,7 +98,6 @@ struct Value {
   std::vector<py::object> roots;                 // the kept values that it follows from in the end
   std::optional<c10::VariableVersion> replaced;  // the version of the tensor that it replaces, which counts on
   bool fuses = true;                             // whether it may be part of a program, see fusion.h
-  bool is_assumed = false;                       // whether it rests on an assumption, and so must be compared itself
   int depth = 0;
   int max_writes = 0;  // the highest version that its own ops explain: beyond it, somebody else has written to the tensor
 
