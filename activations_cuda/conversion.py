@@ -307,8 +307,9 @@ def revert(model: Model) -> Model:
     """
     check_model("revert", model)
     kinds = _counted(type(module) for module in filter(is_converted, model.modules()))
-    hidden = [name for name, module in model.named_modules() if is_converted(module) and not calls_its_class(module)]
-    derived = [name for name, module in model.named_modules() if is_derived(module)]
+    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+    hidden = [name for module, name in names.items() if type(module) in OURS.values() and not calls_its_class(module)]
+    derived = [name for module, name in names.items() if is_derived(module)]
     revert_all(model)
     _say("revert: %s", kinds or "nothing")
     if hidden:

@@ -118,10 +118,11 @@ def _forward_mode(names):
 # `__class__` couldn't be set.
 
 
-def _get_name(self):
+def _repr(self):
     kind = self._fastact_class
     names = [*sorted(kind._fastact_names), *(["recompute"] if kind._fastact_recomputes else [])]
-    return f"{kind._fastact_original.__name__}[{', '.join(f'activations_cuda.{name}' for name in names)}]"
+    text, name = super(kind, self).__repr__(), self._get_name()  # by which transformers' Trainer knows a language model
+    return text.replace(name, f"{name}[{', '.join(f'activations_cuda.{each}' for each in names)}]", 1)
 
 
 def _reduce_ex(self, protocol):
@@ -190,9 +191,9 @@ def _converted_class(original, names, recomputes):
             "_fastact_original": original,
             "_fastact_names": names,
             "_fastact_recomputes": recomputes,
-            "_get_name": _get_name,
             "__prepare_scriptable__": modules.Activation.__prepare_scriptable__,
             "__reduce_ex__": _reduce_ex,
+            "__repr__": _repr,
             "forward": forward,
         },
     )

@@ -250,6 +250,8 @@ RECOMPUTE = [
     Mutant("trials with centered numbers", RECIPES + "verification.py", "normal_(mean=1.0, ", "normal_("),
     Mutant("running statistics that were written to", CALLS, 'item(locals, NAME("training")).ptr() == Py_False', "false"),
     Mutant("a frozen bias that was written to", CALLS, "._version()) != call->version_of_bias", "._version()) < 0"),
+    Mutant("sums of multiples in any strides", RECIPES + "formulas.py", "return alpha != 1", "return False"),
+    Mutant("the sign of a zero behind layer norm", RECIPES + "norms.py", ", on_cpu=(layer_norm_affine_on_cpu,)", ""),
     Mutant("a frozen bias of channels for instances", CALLS, "!is_instance_norm && ", ""),
     Mutant("running statistics copied too late", OPERANDS, "return value.copy;  // or null", "return data;"),
     Mutant("the next row begins later", CUDA_RECIPES, "i >= rest_[u]", "i > rest_[u]"),

@@ -90,8 +90,9 @@ def trainer(folder, device, **options):
         {"bf16": True, "gradient_accumulation_steps": 2},
         {"bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"label_smoothing_factor": 0.1},  # for which it looks up the name of the class
     ],
-    ids=["float32", "bf16", "checkpointed", "checkpointed, reentrant"],
+    ids=["float32", "bf16", "checkpointed", "checkpointed, reentrant", "label smoothing"],
 )
 def test_trainer(name, options, tmp_path, device, deterministic):
     create = lambda: transformer(name, **({"head_dim": 8, "num_key_value_heads": 4} if name == "Gemma" else {}))  # noqa: E731
@@ -177,6 +178,11 @@ def test_accelerate(precision, device, deterministic):
         return losses
 
     compare(Net, train)
+    prepared = accelerate.Accelerator(cpu=device == "cpu", mixed_precision=precision)
+    model = prepared.prepare(activations_cuda.convert(Net(), recompute=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        activations_cuda.revert(model)
     if precision == "bf16":
         prepared = accelerate.Accelerator(cpu=device == "cpu", mixed_precision=precision).prepare(Net())
         with pytest.raises(ValueError, match="convert it before"):  # or it would do nothing

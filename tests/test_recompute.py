@@ -1052,6 +1052,66 @@ def test_batch_norm_in_training_before_its_output_is_saved(training):
     same_with_scope(run)
 
 
+def test_batch_norm_in_evaluation_of_few_samples():
+    """Copies of its statistics would take more than its output."""
+    norm = nn.BatchNorm1d(2**12).eval()
+    kept = []
+    for counted in Plain(), Scope():
+        with counted:
+            y = Keep.apply(norm(Keep.apply(torch.randn(2, 2**12, requires_grad=True))))
+        kept.append(counted.bytes(norm))
+        y.sum().backward()
+    assert kept[1] <= kept[0]
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1])
+@pytest.mark.parametrize("op", [torch.add, torch.sub])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_of_multiples(op, dtype, alpha):
+    """The CPU rounds them otherwise in vectors, and at first there is nothing to add."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        w, k, b = torch.randn(64, 128), torch.ones(1), torch.zeros(64, 64)
+        w, k, b = (each.to(dtype).requires_grad_() for each in (w, k, b))
+        result = []
+        for _ in range(3):
+            with scope():
+                x = (w * k)[:, ::2].contiguous()
+                loss = (op(x, b * k, alpha=alpha) ** 3).sum()
+            result += torch.autograd.grad(loss, [b, k])
+            with torch.no_grad():
+                b += 0.1 * torch.randn(64, 64).to(dtype)
+        return result
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(16)], ids=["plain", "scaled"])
+def test_the_sign_of_a_zero_behind_layer_norm(weight):
+    """Where the variance overflows."""
+    x = torch.randn(32, 16)
+    for value in 1.0, 3e19:
+        x[0, 0] = value
+        with Scope(check=False) as scope:
+            y = F.layer_norm(Keep.apply(x.clone().requires_grad_()), (16,), weight)
+            loss = Keep.apply(y).sum()
+        (recipe,) = (each for each in scope.values() if each.is_recipe)
+        assert torch.equal(recipe.tensor().view(torch.int32), y.detach().view(torch.int32))
+        loss.backward()
+
+
+def test_sums_of_sums():
+    """Each of 2 to the power of 30 ways to put them into one program isn't tried."""
+    x, k = torch.randn(16, 16, requires_grad=True), torch.ones(16, requires_grad=True)
+    with recompute():
+        y = x * k
+        for _ in range(30):
+            y = y + y
+        z = y * k
+    assert_same(torch.autograd.grad(z.sum(), x)[0], (k * k).detach().expand(16, 16) * 2**30)
+
+
 @pytest.fixture
 def compared(monkeypatch):
     """What recipes are verified with."""

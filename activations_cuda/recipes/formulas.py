@@ -131,14 +131,19 @@ class Facts:
         is_tabulated: whether it is a function of one number: half types have so few that a table holds them all.
         is_movement: whether its elements are its operands'. So a float32 tensor that came from a half type can be moved before
             it is cast.
-        varies: whether on the CPU its bits differ between vectors and single elements, and so with the layout.
+        varies: whether on the CPU its bits differ between vectors and single elements, and so with the layout; or a function of
+            its arguments that says so.
     """
 
     in_place: Callable[..., Tensor] | None = None
     program: tuple[Instruction, ...] | None = None
     is_tabulated: bool = False
     is_movement: bool = False
-    varies: bool = False
+    varies: bool | Callable[..., bool] = False
+
+
+def is_scaled(alpha):
+    return alpha != 1
 
 
 RELU = (instruction("clamp", 0.0, float("inf")),)
@@ -174,6 +179,7 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     F.softshrink: TABULATED,
     _C.softshrink: TABULATED,
     _C.threshold: TABULATED,
+    F.glu: VARIES,
     # normalizations
     norms.batch_norm_elementwise: Facts(program=norm("batch_norm", "channels", "channels", bias=0.0)),
     norms.batch_norm_scaled: Facts(program=norm("scaled_norm", "channels", "channels")),
@@ -182,12 +188,13 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     norms.group_norm_affine: Facts(program=norm("affine_norm", "groups", "channels")),
     norms.group_norm_centered: Facts(program=norm("layer_norm", "groups", "channels")),
     norms.layer_norm_affine: Facts(program=norm("layer_norm", "broadcast", "broadcast")),
+    norms.layer_norm_affine_on_cpu: Facts(program=norm("layer_norm", "broadcast", "broadcast", bias=0.0)),
     norms.rms_norm_scaled: Facts(
         program=(instruction("multiply", operand(3)), instruction("multiply", operand(1, default=1.0))),
     ),
     # arithmetic
-    add: Facts(in_place=add_, program=(instruction("add", operand(1), argument(0)),)),
-    sub: Facts(in_place=sub_),
+    add: Facts(in_place=add_, program=(instruction("add", operand(1), argument(0)),), varies=is_scaled),
+    sub: Facts(in_place=sub_, varies=is_scaled),
     torch.mul: Facts(in_place=torch.Tensor.mul_, program=(instruction("multiply", operand(1)),)),
     torch.div: Facts(in_place=torch.Tensor.div_),
     torch.pow: Facts(program=(instruction("power", argument(0)),), is_tabulated=True, varies=True),  # exponents 2 and 3

@@ -78,6 +78,11 @@ def _centered(x, w, b, mean, rstd, out):
     return x.mul_(w) if b is None else torch.addcmul(b, x, w, out=x)
 
 
+def _centered_on_cpu(x, w, b, mean, rstd, out):
+    y = _centered(x, w, b, mean, rstd, out)
+    return y.add_(0.0) if b is None else y  # which makes -0 a 0
+
+
 # Weight, bias and statistics, in shapes that broadcast against x.
 
 
@@ -201,6 +206,7 @@ def _closest_of_rows(x, mean, rstd, shape, *_):
 
 
 layer_norm_affine = _formula("layer_norm_affine", _of_rows, _centered)
+layer_norm_affine_on_cpu = _formula("layer_norm_affine_on_cpu", _of_rows, _centered_on_cpu)
 
 
 def layer_norm_whole(x, w, b, shape, eps):
@@ -214,7 +220,7 @@ def _layer_norm_again(step: Step) -> Result:
 
 
 LAYER_NORM = Op(
-    Candidates((layer_norm_affine,), _layer_norm_op, _closest_of_rows),
+    Candidates((layer_norm_affine,), _layer_norm_op, _closest_of_rows, on_cpu=(layer_norm_affine_on_cpu,)),
     ("input", "weight", "bias"),
     ("normalized_shape",),
     saved=STATISTICS,

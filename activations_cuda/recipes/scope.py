@@ -46,7 +46,7 @@ class recompute:
     The output of an inexpensive op, such as a normalization, an activation, an addition or a cast, whose operands are saved
     anyway is replaced by a recipe, and computed again when the backward pass needs it. What each op repeats to the bit is
     verified the first time that it runs with given sizes, dtypes and layouts: where it doesn't, the tensor is saved as ever.
-    So is what is smaller than 16 KiB. Nothing of the model is touched. The scope holds for the calling thread and may be
+    So is what is smaller than 16 KiB. The model isn't modified. The scope holds for the calling thread and may be
     entered again within itself. It does nothing within torch.compile, torch.func's transforms and functions that non-reentrant
     checkpoint runs.
 

@@ -67,8 +67,13 @@ void note_call(Value& value, const at::Tensor& tensor) {
   if (code.is(norms.batch_norm) &&
       (is_tensor(item(locals, NAME("running_mean")), tensor) || is_tensor(item(locals, NAME("running_var")), tensor))) {
     if (item(locals, NAME("training")).ptr() == Py_False) {
-      const at::NoGradGuard no_grad;
-      value.copy = keep(tensor.clone(), py::none(), py::none());
+      const py::object input = item(locals, NAME("input"));
+      if (THPVariable_Check(input.ptr()) && THPVariable_Unpack(input.ptr()).nbytes() > 4 * tensor.nbytes()) {
+        const at::NoGradGuard no_grad;
+        value.copy = keep(tensor.clone(), py::none(), py::none());
+      } else {
+        value.is_private = true;  // copies of both and 1/std would take more than the output
+      }
     }
     return;
   }

@@ -79,7 +79,9 @@ bool choose(const py::object& object) {
 
 // Whether PyTorch's op on the CPU rounds differently where its operands have other strides: most ops on complex numbers do.
 bool varies(const Value& recipe) {
-  return facts_of(recipe.formula).varies || c10::isComplexType(recipe.dtype) ||
+  const py::object& facts = facts_of(recipe.formula).varies;
+  const bool has_facts = facts && (PyCallable_Check(facts.ptr()) ? facts(*recipe.arguments) : facts).ptr() == Py_True;
+  return has_facts || c10::isComplexType(recipe.dtype) ||
          std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
            return is_value(each) && c10::isComplexType(value_of(each).dtype_of());
          });

@@ -74,7 +74,7 @@ void set_facts(const py::dict& facts) {
     }
     known.is_tabulated = py::cast<bool>(each.attr("is_tabulated"));
     known.is_movement = py::cast<bool>(each.attr("is_movement"));
-    known.varies = py::cast<bool>(each.attr("varies"));
+    known.varies = each.attr("varies");
     known_facts()[formula.ptr()] = std::move(known);
   }
 }

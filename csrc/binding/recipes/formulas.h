@@ -35,7 +35,8 @@ struct FormulaInstruction {
 struct Facts {
   py::object formula, in_place;  // the latter may be null
   std::optional<std::vector<FormulaInstruction>> program;
-  bool is_tabulated = false, is_movement = false, varies = false;
+  bool is_tabulated = false, is_movement = false;
+  py::object varies;  // True, False or a function of a recipe's arguments
 };
 
 // Of a formula; none are known of most.

@@ -146,6 +146,8 @@ class Builder {
   std::optional<at::Tensor> run();
 
  private:
+  static constexpr int kMaxAttempts = 4 * Program::kMaxInstructions;
+
   // The steps of run(): the tensors of the leaves, if they fit together; the output's strides; those of all that is read.
   bool read_leaves();
   std::optional<at::DimVector> output_strides() const;
@@ -174,7 +176,7 @@ class Builder {
   // Appends it if it can be part of this program and is better so. With other readers it is computed once for all of them,
   // unless that would read no fewer tensors of the output's size than computing it here.
   bool try_inline(const Value& reader, Value& value) {
-    if (!can_be_inlined(reader, value)) {
+    if (!can_be_inlined(reader, value) || ++attempts_ > kMaxAttempts) {
       return false;
     }
     const Builder before = *this;
@@ -189,8 +191,15 @@ class Builder {
     if (append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
       return true;
     }
-    *this = before;
+    restore(before);
     return false;
+  }
+
+  // Undoes an attempt, but for having made it: of sums of sums each would be made twice by the one behind it.
+  void restore(const Builder& before) {
+    const int attempts = attempts_;
+    *this = before;
+    attempts_ = attempts;
   }
 
   bool can_be_inlined(const Value& reader, const Value& value) const {
@@ -225,7 +234,7 @@ class Builder {
           instruction.reference[0].operand = Reference::kStash;
           return add(instruction) && finish(recipe, 1);
         }
-        *this = with_y;
+        restore(with_y);
       }
       return add_leaf(recipe, x, Place::broadcast, &instruction.reference[0]) && add(instruction) && finish(recipe, 1);
     }
@@ -311,7 +320,7 @@ class Builder {
   c10::SmallVector<Leaf, 8> leaves_;
   c10::SmallVector<std::pair<size_t, Value*>, 2> table_for_;
   at::ScalarType half_ = at::ScalarType::Undefined;
-  int formulas_ = 0, dense_ = 0;
+  int formulas_ = 0, dense_ = 0, attempts_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
   at::Tensor like_, dense_leaf_;  // the first leaf, and the first of the program's sizes that is dense
 };
