@@ -297,6 +297,22 @@ def test_outer_hooks_need_not_restore_strides_that_are_not_dense(of):
     assert kept[0] == kept[-1]
 
 
+def test_an_error_of_outer_hooks():
+    for scope in contextlib.nullcontext, recompute:
+        x, calls = torch.randn(8, 8, requires_grad=True), []
+
+        def pack(tensor, calls=calls):
+            calls.append(tensor)
+            if len(calls) == 2:
+                raise ValueError("once")
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), scope():
+            with pytest.raises(ValueError, match="once"):
+                x @ x
+        assert len(calls) == 2
+
+
 def test_save_on_cpu_around():
     def run(scope):
         net, x = small_net()

@@ -167,18 +167,22 @@ void raise_later(const py::error_already_set& error) {
   }
 }
 
-// Autograd's pack hook, with the Python Hook as self. Whatever goes wrong, the tensor is kept: an error here would leave a hole
-// in the graph.
+// Autograd's pack hook, with the Python Hook as self. Whatever goes wrong, the tensor is kept, since an error here would leave a
+// hole in the graph; but for errors of the hooks around the scope, which are as they are without it.
 PyObject* called_to_pack(PyObject* hook, PyObject* object) {
   HANDLE_TH_ERRORS
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const bool is_to_be_written = std::exchange(is_before_write, false);
   const Packing packing;
+  hooks_outside_have_raised = false;
   py::object value;
   const auto report = [&](const py::object& error) { callbacks().failed(py::handle(object), error); };
   try {
     value = pack(hook, object, tensor);
   } catch (py::error_already_set& error) {
+    if (hooks_outside_have_raised) {
+      throw;
+    }
     error.matches(PyExc_Exception) ? report(error.value()) : raise_later(error);
   } catch (const std::exception& error) {
     report(py::str(error.what()));

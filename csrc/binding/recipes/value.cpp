@@ -125,6 +125,8 @@ int64_t current_stream(const at::Tensor& tensor) {
              : 0;
 }
 
+thread_local bool hooks_outside_have_raised = false;
+
 py::object make_value() {
   auto* object = reinterpret_cast<Object*>(type.tp_alloc(&type, 0));
   if (!object) {
@@ -161,7 +163,12 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
     value.configuration = configuration_of(tensor);
   }
   value.hooks_outside = hooks;
-  value.held_outside = py::tuple(hooks)[0](py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
+  try {
+    value.held_outside = py::tuple(hooks)[0](py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
+  } catch (...) {
+    hooks_outside_have_raised = true;
+    throw;
+  }
   return object;
 }
 

@@ -128,6 +128,9 @@ bool is_value(py::handle object);
 // A kept value. `hooks` is None or the pair of hooks around the scope.
 py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks);
 
+// Set where these hooks raise in it: that error is the user's, not this library's.
+extern thread_local bool hooks_outside_have_raised;
+
 // The number of the current stream on a tensor's device.
 int64_t current_stream(const at::Tensor& tensor);
 
