@@ -121,7 +121,8 @@ def _forward_mode(names):
 def _repr(self):
     kind = self._fastact_class
     names = [*sorted(kind._fastact_names), *(["recompute"] if kind._fastact_recomputes else [])]
-    text, name = super(kind, self).__repr__(), self._get_name()  # by which transformers' Trainer knows a language model
+    # Of _get_name() alone, which stays the class's own: transformers' Trainer knows a language model by it.
+    text, name = super(kind, self).__repr__(), self._get_name()
     return text.replace(name, f"{name}[{', '.join(f'activations_cuda.{each}' for each in names)}]", 1)
 
 

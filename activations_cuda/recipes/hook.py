@@ -96,7 +96,8 @@ def _describe(node, tensor, model):
     saver = ""
     if isinstance(module, nn.Module):
         names = (name for name, each in model.named_modules() if each is module) if model is not None else ()
-        saver = f", saved by {next(iter(names), '') or type(module).__name__}"
+        name, kind = next(iter(names), ""), type(module).__name__
+        saver = f", saved by {name} ({kind})" if name else f", saved by {kind}"
     return f"{node.name()}, shape {list(tensor.shape)}, {tensor.dtype}{saver}: expected a recipe of the same bits, got others"
 
 

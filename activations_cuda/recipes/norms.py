@@ -124,9 +124,9 @@ def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str, on_cpu: tuple[F
         x, w, b = step.operand(0, "input"), step.operand(1, "weight"), step.bias(2)
         if step.node._saved_training:  # type: ignore[attr-defined]
             return candidates, (x, w, b, *map(step.saved, STATISTICS)), step.arguments(eps)
-        epsilon = step.eps()  # of a call that is known, whose running statistics have been copied
-        mean, var = map(step.saved, RUNNING)
-        return BATCH_NORM_IN_EVALUATION, (x, w, b, mean, step.computed(_invstd, var, epsilon), var), (epsilon,)
+        mean, var = map(step.statistics, RUNNING)
+        arguments = step.arguments(eps)
+        return BATCH_NORM_IN_EVALUATION, (x, w, b, mean, step.computed(_invstd, var, *arguments), var), arguments
 
     return Op(candidates, ("input", "weight", None), (eps,), saved=STATISTICS, when="training", otherwise=otherwise)
 

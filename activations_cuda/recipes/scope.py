@@ -51,7 +51,7 @@ class recompute:
     checkpoint runs.
 
     Args:
-        model: the module, by whose names for its parts the error of ``check`` says where recipes differ.
+        model: the module; if given, the error of ``check`` names the part of it that saved the tensor.
         check: compare every recipe with its tensor, in every step, and raise an error where they differ.
         convolutions: recompute depthwise convolutions too, which take little longer than a copy.
 

@@ -102,6 +102,10 @@ class Step:
         """
         return _C.recipes.eps_of_call(self.node)
 
+    def statistics(self, name: str) -> Any:
+        """The running statistics that the node saved under a name, as they were."""
+        return _C.recipes.statistics_of_call(self.node, _as_packed(name))
+
     def bias(self, i: int) -> Any:
         """A norm's bias, its operand i, which the node doesn't save: a value or None."""
         has_edge = self.node.next_functions[i][0] is not None

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
 #include <memory>
 
 #include "leaves.h"
@@ -13,24 +12,27 @@ namespace fastact::recipes {
 struct NormCall {
   py::object eps, bias;
   int64_t version_of_bias;
+  bool has_own_statistics;  // an instance norm, which repeats the running ones
 };
 
 namespace {
 
-// The frame of a function that calls a norm's op, which runs now or has called what wraps the hook; null if neither does.
-py::object frame_of_norm() {
-  const auto object = [](PyFrameObject* frame) { return reinterpret_cast<PyObject*>(frame); };
-  const auto is_of_norm = [](PyFrameObject* frame) {
-    const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-    return callbacks().norm_functions.contains(code);
-  };
-  PyFrameObject* const frame = PyEval_GetFrame();
-  if (!frame || is_of_norm(frame)) {
-    return py::reinterpret_borrow<py::object>(object(frame));
+// The frame that runs, or its caller's, if it is of a function that calls a norm's op; or null.
+py::object frame_of_norm(bool is_wrapped) {
+  PyFrameObject* const running = PyEval_GetFrame();
+  if (!running) {
+    return {};
   }
-  PyFrameObject* const caller = PyFrame_GetBack(frame);
-  auto result = py::reinterpret_steal<py::object>(object(caller));
-  return caller && is_of_norm(caller) ? result : py::object();
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(running));
+  if (is_wrapped) {
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(running)));
+  }
+  if (!frame) {
+    return {};
+  }
+  auto* const pointer = reinterpret_cast<PyFrameObject*>(frame.ptr());
+  const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(pointer)));
+  return callbacks().norm_functions.contains(code) ? frame : py::object();
 }
 
 py::object item(const py::object& locals, PyObject* name) {
@@ -39,6 +41,10 @@ py::object item(const py::object& locals, PyObject* name) {
     throw py::error_already_set();
   }
   return py::reinterpret_steal<py::object>(found);
+}
+
+bool is_number(const py::object& object) {
+  return PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr());
 }
 
 bool is_tensor(const py::object& object, const at::Tensor& tensor) {
@@ -53,11 +59,11 @@ const NormCall* call_of(py::handle node) {
 
 }  // namespace
 
-void note_call(Value& value, const at::Tensor& tensor) {
+void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
   if (tensor.is_leaf() && tensor.requires_grad()) {
     return;
   }
-  const py::object frame = frame_of_norm();
+  const py::object frame = frame_of_norm(is_wrapped);
   if (!frame) {
     return;
   }
@@ -68,22 +74,23 @@ void note_call(Value& value, const at::Tensor& tensor) {
       (is_tensor(item(locals, NAME("running_mean")), tensor) || is_tensor(item(locals, NAME("running_var")), tensor))) {
     if (item(locals, NAME("training")).ptr() == Py_False) {
       const py::object input = item(locals, NAME("input"));
+      // Otherwise copies of both and 1/std would take more than the output.
       if (THPVariable_Check(input.ptr()) && THPVariable_Unpack(input.ptr()).nbytes() > 4 * tensor.nbytes()) {
         const at::NoGradGuard no_grad;
         value.copy = keep(tensor.clone(), py::none(), py::none());
-      } else {
-        value.is_private = true;  // copies of both and 1/std would take more than the output
       }
     }
     return;
   }
-  auto call = std::make_shared<NormCall>(NormCall{item(locals, NAME("eps")), {}, 0});
+  const py::object eps = item(locals, NAME("eps"));
+  auto call = std::make_shared<NormCall>(NormCall{is_number(eps) ? eps : py::object(), {}, 0, is_instance_norm});
   const py::object bias = item(locals, NAME("bias"));
   if (bias.is_none()) {
     call->bias = bias;
   } else if (!is_instance_norm && THPVariable_Check(bias.ptr())) {  // instance norm repeats it
     const at::Tensor& given = THPVariable_Unpack(bias.ptr());
-    if (!given.requires_grad() && !is_freed_parameter(given)) {
+    const bool has_version = !given.is_inference();
+    if (has_version && !given.requires_grad() && !is_freed_parameter(given.is_view() ? at::Tensor(given._base()) : given)) {
       call->bias = py::weakref(bias);
       call->version_of_bias = static_cast<int64_t>(given._version());
     }
@@ -106,6 +113,15 @@ py::object bias_of_call(py::handle node) {
     return {};
   }
   return keep(THPVariable_Unpack(bias.ptr()), py::none(), py::none());
+}
+
+py::object statistics_of_call(py::handle node, PyObject* name) {
+  const NormCall* const call = call_of(node);
+  const py::object data = attribute(attribute(node, name), NAME("data"));
+  if (!call || !is_value(data)) {
+    return {};
+  }
+  return call->has_own_statistics ? data : value_of(data).copy;
 }
 
 }  // namespace fastact::recipes

@@ -146,7 +146,7 @@ class Builder {
   std::optional<at::Tensor> run();
 
  private:
-  static constexpr int kMaxAttempts = 4 * Program::kMaxInstructions;
+  static constexpr int kMaxAttempts = 4 * Program::kMaxInstructions;  // more than any program has use for
 
   // The steps of run(): the tensors of the leaves, if they fit together; the output's strides; those of all that is read.
   bool read_leaves();

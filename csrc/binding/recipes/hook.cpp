@@ -101,6 +101,9 @@ bool is_small(const at::Tensor& owner) {
   return node && name_of(*node).equal(callbacks().cast_node) && is_leaf(node->next_edge(0));
 }
 
+// Whether autograd calls another function, which calls the hook.
+bool is_wrapped();
+
 py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const py::object outer = attribute(hook, NAME("outer"));
   if (!is_ordinary(hook, object, tensor)) {
@@ -119,7 +122,7 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
       value_of(value).is_private = true;
       value_of(value).copy = copy_of(tensor);
     }
-    note_call(value_of(value), tensor);
+    note_call(value_of(value), tensor, is_wrapped());
     return value;
   }
   const auto number = static_cast<uint32_t>(tensor.output_nr());
@@ -138,8 +141,8 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     value_of(value).is_private = is_of_leaf && is_freed_parameter(owner);
   }
   note(value, node, number);
-  if (number > 0) {  // as a norm's statistics
-    note_call(value_of(value), tensor);
+  if (number == 1) {  // as the first of a norm's statistics
+    note_call(value_of(value), tensor, is_wrapped());
   }
   return value;
 }
@@ -167,8 +170,8 @@ void raise_later(const py::error_already_set& error) {
   }
 }
 
-// Autograd's pack hook, with the Python Hook as self. Whatever goes wrong, the tensor is kept, since an error here would leave a
-// hole in the graph; but for errors of the hooks around the scope, which are as they are without it.
+// Autograd's pack hook, with the Python Hook as self. Whatever goes wrong, the tensor is kept, since an error here would leave
+// a hole in the graph; but for errors of the hooks around the scope, which are as they are without it.
 PyObject* called_to_pack(PyObject* hook, PyObject* object) {
   HANDLE_TH_ERRORS
   const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -199,6 +202,16 @@ PyObject* called_to_pack(PyObject* hook, PyObject* object) {
 }
 
 PyMethodDef pack_method = {"pack", called_to_pack, METH_O, nullptr};
+
+bool is_wrapped() {
+#if FASTACT_RECOMPUTE
+  const auto& stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  PyObject* const called = stack.empty() ? nullptr : stack.top().first.ptr(getPyInterpreter());
+  return called && !(PyCFunction_Check(called) && PyCFunction_GET_FUNCTION(called) == called_to_pack);
+#else
+  return false;
+#endif
+}
 
 }  // namespace
 

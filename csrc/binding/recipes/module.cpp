@@ -80,6 +80,9 @@ void add_step(py::module_& module) {
   module.def("argument", [](py::handle node, py::handle name) { return argument(node, name.ptr()); });
   module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });
   module.def("eps_of_call", [](py::handle node) { return or_underivable(eps_of_call(node)); });
+  module.def("statistics_of_call", [](py::handle node, py::handle name) {
+    return or_underivable(statistics_of_call(node, name.ptr()));
+  });
   module.def("bias_of_call", [](py::handle node) { return or_underivable(bias_of_call(node)); });
   module.def("keep", [](py::handle tensor, const py::object& hooks) {
     return keep(THPVariable_Unpack(tensor.ptr()), py::none(), hooks);
