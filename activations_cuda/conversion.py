@@ -112,8 +112,9 @@ def _check_forward(model):
     of_lightning = str(getattr(kind.forward, "__module__", "")).startswith(("lightning.pytorch.", "pytorch_lightning."))
     if kind.forward is nn.Module.forward or of_lightning or isinstance(model, torch.fx.GraphModule):
         net = "convert the net that it calls, or use" if of_lightning else "use"
+        got = "a torch.fx.GraphModule" if isinstance(model, torch.fx.GraphModule) else kind.__name__
         raise ValueError(
-            f"convert: with recompute=True expected a model whose class has a forward, got {kind.__name__}: {net} "
+            f"convert: with recompute=True expected a model whose class has a forward, got {got}: {net} "
             "`with activations_cuda.recompute():` around the forward pass"
         )
     if is_suspended(kind.forward):

@@ -513,7 +513,8 @@ class Survey:
 
     def _reason(self, unit, calls, gains):
         if unit in self.chosen:
-            return f"saves {gains[unit] / 2**20:.1f} MiB less"
+            gain = gains[unit]
+            return f"saves {gain / 2**20:.1f} MiB less" if gain >= 2**20 else f"saves {gain / 2**10:.1f} KiB less"
         if unit in self.recomputed:
             return "its output is recomputed"
         if not calls:

@@ -1500,7 +1500,7 @@ def test_a_named_tuple_is_one_argument():
         (
             lambda net: activations_cuda.convert(torch.fx.symbolic_trace(net), recompute=True),
             ValueError,
-            "whose class has a forward",
+            "whose class has a forward, got a torch.fx.GraphModule",
         ),
         (
             lambda net: activations_cuda.hardtanh(torch.ones(2), "a"),
