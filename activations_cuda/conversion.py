@@ -20,6 +20,7 @@ from activations_cuda.copies import moved_by_wrapper, unwrapped
 from activations_cuda.recipes.scope import is_suspended
 from activations_cuda.replacements import (
     FUNCTIONS,
+    ORIGINALS,
     OURS,
     FunctionMode,
     calls_its_class,
@@ -309,7 +310,7 @@ def revert(model: Model) -> Model:
     check_model("revert", model)
     kinds = _counted(type(module) for module in filter(is_converted, model.modules()))
     names = {module: name or type(module).__name__ for name, module in model.named_modules()}
-    hidden = [name for module, name in names.items() if type(module) in OURS.values() and not calls_its_class(module)]
+    hidden = [name for module, name in names.items() if type(module) in ORIGINALS and not calls_its_class(module)]
     derived = [name for module, name in names.items() if is_derived(module)]
     revert_all(model)
     _say("revert: %s", kinds or "nothing")
