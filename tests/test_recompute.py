@@ -2416,3 +2416,38 @@ def test_second_derivatives_are_added_up_in_the_same_order(name, dtype):
     for context in contextlib.nullcontext, recompute:
         for one, other in zip(run(getattr(activations_cuda, name), context), expected, strict=True):
             assert_same(one, other)
+
+
+@pytest.mark.parametrize("held", ["casts", "tensor"])
+def test_a_scope_over_several_steps(held, device):
+    """Autocast goes on using its copies of the weights, and the loop a tensor of the first step, as they were."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64)).to(device)
+        weight = nn.Parameter(torch.randn(64, 64, device=device))
+        optimizer, gradients = torch.optim.SGD([weight, *net.parameters()], 0.1), []
+        with torch.autocast(device, torch.bfloat16, enabled=held == "casts"), scope:
+            table = weight + weight.neg() * 0.5
+            for _ in range(3):
+                loss = (net(torch.randn(8, 64, device=device)) @ table.relu()).float().square().mean()
+                optimizer.zero_grad()
+                loss.backward(retain_graph=True)
+                optimizer.step()
+                gradients += [parameter.grad.clone() for parameter in net.parameters()]
+                del loss
+        return gradients
+
+    assert all(map(torch.equal, run(contextlib.nullcontext()), run(Scope(check=False))))
+
+
+def test_backward_in_inference_mode(device):
+    def run(scope):
+        net, x = small_net()
+        net = net.to(device)
+        with scope:
+            loss = net(x.to(device)).square().mean()
+        with torch.inference_mode():
+            return torch.autograd.grad(loss, list(net.parameters()))
+
+    assert all(map(torch.equal, run(contextlib.nullcontext()), run(Scope(check=False))))

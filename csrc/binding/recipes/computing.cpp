@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
@@ -12,6 +13,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -19,6 +21,7 @@
 #include "../dtypes.h"
 #include "formulas.h"
 #include "fusion.h"
+#include "leaves.h"
 #include "masks.h"
 #include "python.h"
 
@@ -322,12 +325,17 @@ at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
 PyObject* unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(is_value(object), "recompute: expected what its hook has packed, got ", Py_TYPE(object)->tp_name);
+  note_backward();
   const auto owner = py::reinterpret_borrow<py::object>(object);
   Value& value = value_of(object);
   if (value.held.defined()) {
     return THPVariable_Wrap(value.compute());
   }
-  // As an op's own forward runs: below autograd and autocast.
+  // As an op's own forward runs: below autograd and autocast. What is computed in inference mode would have no version.
+  std::optional<c10::InferenceMode> no_inference;
+  if (c10::InferenceMode::is_enabled()) {
+    no_inference.emplace(false);
+  }
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   value.check_unwritten();

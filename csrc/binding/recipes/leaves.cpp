@@ -1,9 +1,12 @@
 #include "leaves.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "python.h"
 
@@ -11,6 +14,17 @@ namespace fastact::recipes {
 namespace {
 
 Sharding known_sharding = {false, false};
+
+uint64_t backward_calls = 0;  // under the GIL
+
+// By the sequence numbers of autograd's nodes, which each thread counts for itself.
+struct Forward {
+  uint64_t begins = 0;      // since the last backward pass
+  uint64_t last_saved = 0;  // the next number, then
+  uint64_t backward_calls = 0;
+};
+
+thread_local Forward forward;
 
 bool is_parameter(const at::Tensor& tensor) {
   const py::object object = wrapped(tensor);
@@ -25,6 +39,21 @@ void set_sharding(Sharding given) {
 
 Sharding sharding() {
   return known_sharding;
+}
+
+void note_backward() {
+  ++backward_calls;
+}
+
+void note_forward() {
+  if (std::exchange(forward.backward_calls, backward_calls) != backward_calls) {
+    forward.begins = forward.last_saved;
+  }
+  forward.last_saved = at::sequence_number::peek();
+}
+
+bool is_of_earlier_pass(const torch::autograd::Node& node, uint64_t begins) {
+  return node.sequence_nr() < std::max(begins, forward.begins) || node.thread_id() != at::RecordFunction::currentThreadId();
 }
 
 bool is_leaf(const torch::autograd::Edge& edge) {

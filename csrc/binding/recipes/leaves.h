@@ -20,6 +20,15 @@ struct Sharding {
 void set_sharding(Sharding given);
 Sharding sharding();
 
+// A leaf that an op read may have been written to since, by an optimizer for instance, some of which don't count in its
+// version: after a backward pass, of whatever thread, what follows from leaves is derived from those alone that were read
+// later. The hooks call these: in backward, and with each tensor that is saved.
+void note_backward();
+void note_forward();
+
+// Whether an op ran in another thread, before this sequence number, or before the last backward pass.
+bool is_of_earlier_pass(const torch::autograd::Node& node, uint64_t begins);
+
 // Whether an edge leads to a leaf of the graph.
 bool is_leaf(const torch::autograd::Edge& edge);
 

@@ -1,7 +1,6 @@
 #include "operands.h"
 
 #include <ATen/WrapDimUtils.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
@@ -45,14 +44,10 @@ bool is_on_cpu(const Value& value) {
   return value.device_of() && value.device_of()->is_cpu();
 }
 
-// Whether an op ran before the scope, or in another thread: then a leaf that it read may have been written to since, by an
-// optimizer for instance, some of which don't count in the leaf's version.
-bool is_older_than_scope(const Step& step) {
-  if (assumes(step.hook)) {
-    return false;
-  }
-  const auto begins = static_cast<uint64_t>(PyLong_AsLongLong(attribute(step.hook, NAME("begins")).ptr()));
-  return step.node->sequence_nr() < begins || step.node->thread_id() != at::RecordFunction::currentThreadId();
+// Whether a leaf that an op read may have been written to since.
+bool is_outdated(const Step& step) {
+  return !assumes(step.hook) &&
+         is_of_earlier_pass(*step.node, static_cast<uint64_t>(PyLong_AsLongLong(attribute(step.hook, NAME("begins")).ptr())));
 }
 
 // The value of an operand: somebody keeps it, it is a parameter, or it follows from such.
@@ -144,7 +139,7 @@ py::object saved(py::handle node, PyObject* name) {
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   // A sharded parameter may be freed by now, but what was saved of it has a copy.
-  const bool is_saved = is_leaf(edge) && ((name && sharding().is_there) || is_older_than_scope(step));
+  const bool is_saved = is_leaf(edge) && ((name && sharding().is_there) || is_outdated(step));
   if (!edge.function || is_saved) {
     return name ? saved(step.python(), name) : py::object();
   }
