@@ -1,5 +1,6 @@
 """Each rule of recompute alone: values, gradients, strides, and that it saves something."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import activations_cuda
 from activations_cuda import _C
 from activations_cuda.recipes import norms, rules
 from activations_cuda.recipes.rules import RULES
+from activations_cuda.recipes.verification import is_identical
 from recomputing import Keep, Scope, compare, same_with_scope
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -467,3 +469,50 @@ def test_batch_norm_of_infinities(training, device):
         return result
 
     same_with_scope(run)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["layer", "batch"])
+def test_norms_without_a_bias_close_to_the_mean(name, weight_dtype, device):
+    """Where formulas differ, also in tensors so small that few of their elements do."""
+    function = {
+        "layer": lambda x, mean, var, weight: F.layer_norm(x, x.shape[1:], weight),
+        "batch": lambda x, mean, var, weight: F.batch_norm(x, mean, var, weight),
+    }[name]
+    for seed in range(10):
+        torch.manual_seed(seed)
+        for shape in (5, 2), (30, 2), (12, 5):
+            numbers = [torch.randn(shape[1], device=device) for _ in range(3)]
+            mean, var, weight = (each.to(weight_dtype) for each in (numbers[0], numbers[1].square(), numbers[2]))
+            weight.requires_grad_()
+            for spread in 1, 0.01, 0:
+                center = 1 if name == "layer" else mean.detach()
+                x = (center + spread * torch.randn(shape, device=device)).bfloat16().requires_grad_()
+
+                def run(scope, x=x, mean=mean, var=var, weight=weight):
+                    with scope:
+                        y = function(Keep.apply(x), mean, var, weight)
+                        kept = Keep.apply(y)
+                    return torch.autograd.grad(kept, y, torch.ones_like(kept))[0]  # y, as it was saved
+
+                assert torch.equal(run(contextlib.nullcontext()), run(Scope(check=False)))
+
+
+@pytest.mark.parametrize("norm", [F.batch_norm, F.group_norm], ids=lambda norm: norm.__name__)
+def test_zeros_of_a_norm_without_a_bias(norm, device):
+    """With their signs."""
+    weight = torch.tensor([1.0, -1.0] * 4, device=device, requires_grad=True)
+    for values in torch.randn(4, 8, 16, 16, device=device), torch.randn(4, 8, 16, 16, device=device).sign() * 0:
+        x = values.requires_grad_()
+
+        def run(scope, x=x):
+            with scope:
+                kept = Keep.apply(x)
+                if norm is F.batch_norm:
+                    y = norm(kept, torch.zeros(8, device=device), torch.ones(8, device=device), weight)
+                else:
+                    y = norm(kept, 2, weight)
+                z = Keep.apply(y)
+            return torch.autograd.grad(z, y, torch.ones_like(z))[0]
+
+        assert is_identical(run(contextlib.nullcontext()), run(Scope(check=False)))

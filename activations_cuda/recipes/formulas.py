@@ -183,9 +183,9 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     # normalizations
     norms.batch_norm_elementwise: Facts(program=norm("batch_norm", "channels", "channels", bias=0.0)),
     norms.batch_norm_scaled: Facts(program=norm("scaled_norm", "channels", "channels")),
-    norms.batch_norm_affine: Facts(program=norm("affine_norm", "channels", "channels")),
-    norms.group_norm_in_two: Facts(program=norm("group_norm", "groups", "channels")),
-    norms.group_norm_affine: Facts(program=norm("affine_norm", "groups", "channels")),
+    norms.batch_norm_affine: Facts(program=norm("affine_norm", "channels", "channels", bias=0.0)),
+    norms.group_norm_in_two: Facts(program=norm("group_norm", "groups", "channels", bias=0.0)),
+    norms.group_norm_affine: Facts(program=norm("affine_norm", "groups", "channels", bias=0.0)),
     norms.group_norm_centered: Facts(program=norm("layer_norm", "groups", "channels")),
     norms.layer_norm_affine: Facts(program=norm("layer_norm", "broadcast", "broadcast")),
     norms.layer_norm_affine_on_cpu: Facts(program=norm("layer_norm", "broadcast", "broadcast", bias=0.0)),

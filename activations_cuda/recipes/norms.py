@@ -19,8 +19,8 @@ EPS = 1e-5  # in trials, where a node doesn't save its own
 
 
 def _fma(a, b, c):
-    """a * b + c, rounded once; a product if there is no c."""
-    return a * b if c is None else torch.addcmul(c, a, b)
+    """a * b + c, rounded once; without c the product, or for -0 a 0."""
+    return (a * b).add_(0.0) if c is None else torch.addcmul(c, a, b)
 
 
 def _wide(*tensors):
@@ -62,7 +62,7 @@ def _affine(x, w, b, mean, rstd, out):
 def _in_two(x, w, b, mean, rstd, out):
     """Where a kernel before has computed scale and shift, each rounded."""
     scale = rstd if w is None else rstd * w
-    shift = (mean * scale).neg_() if b is None else b - mean * scale
+    shift = 0.0 - mean * scale if b is None else b - mean * scale
     return torch.addcmul(shift, x, scale, out=out)
 
 

@@ -66,7 +66,7 @@ class Candidates:
         """The first formula that fits in every trial; the op gives `count` statistics."""
         generator = torch.Generator(input.device).manual_seed(0)
         memory, input = _memory_like(input)
-        memory.normal_(mean=1.0, generator=generator)  # of centered numbers some formulas would make the same
+        _draw(memory, generator)
         formulas = list(self.on_cpu if self.on_cpu and input.is_cpu else self.formulas)
         size = max(1, input.numel())
         enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
@@ -78,8 +78,8 @@ class Candidates:
             # PyTorch's own op, which fits, has no program.
             if not formulas or (trial >= enough and (len(formulas) < 2 or not fuses)):
                 break
-            if weight is None and bias is None and trial > 0:
-                memory.normal_(mean=1.0, generator=generator)
+            if bias is None and trial > 0:  # nothing cancels a product: the input must show what differs
+                _draw(memory, generator, trial)
             if weight is not None:
                 weight = torch.empty_like(weight).normal_(generator=generator)
             if bias is not None:
@@ -93,6 +93,14 @@ class Candidates:
             formulas = [formula for formula in formulas if _fits(formula, fuses, operands, arguments, output)]
             del output  # before the next trial allocates its own
         return formulas[0] if formulas else None
+
+
+def _draw(memory, generator, trial=0):
+    """Numbers around 1, since of centered ones some formulas would make the same; from trial to trial closer to it, or zeros of
+    both signs."""
+    memory.normal_(mean=1.0, std=2.0 ** -(trial % 8), generator=generator)
+    if trial % 8 == 3:
+        memory.sub_(1.0).sign_().mul_(0.0)
 
 
 def _memory_like(tensor):
