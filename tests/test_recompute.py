@@ -27,7 +27,7 @@ from activations_cuda.recipes.formulas import FORMULAS, same
 from activations_cuda.recipes.rules import RULES, op
 from activations_cuda.recipes.step import Underivable
 from activations_cuda.recipes.verification import Candidates
-from recomputing import Keep, Plain, Scope, assert_same, same_with_scope, small_net
+from recomputing import Keep, Plain, Scope, assert_same, compare, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
@@ -2451,3 +2451,68 @@ def test_backward_in_inference_mode(device):
             return torch.autograd.grad(loss, list(net.parameters()))
 
     assert all(map(torch.equal, run(contextlib.nullcontext()), run(Scope(check=False))))
+
+
+class Dense(nn.Module):
+    """Each layer reads all that was computed before: a list that it joins, or a tensor that has grown."""
+
+    def __init__(self, grows, layers=6):
+        super().__init__()
+        self.grows, self.stem = grows, nn.Conv2d(3, 16, 3, padding=1)
+        widths = range(16, 16 + 8 * layers, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Conv2d(width, 8, 3, padding=1)) for width in widths
+        )
+
+    def forward(self, x):
+        parts = [self.stem(x)]
+        for layer in self.layers:
+            joined = parts[0] if self.grows else torch.cat(parts, 1)
+            parts = [torch.cat([joined, layer(joined)], 1)] if self.grows else [*parts, layer(joined)]
+        return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("grows", [False, True], ids=["list", "tensor"])
+def test_dense_blocks_save_each_part_once(grows, layout, dtype, device):
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 16, 16, device=device).contiguous(memory_format=layout)
+    model = Dense(grows).to(device, memory_format=layout)
+
+    def loss(model):
+        with torch.autocast(device, dtype, enabled=dtype is not torch.float32):
+            return model(images).float().square().mean()
+
+    before, after, _ = compare(model, loss, steps=3)
+    assert after < 0.4 * before
+
+
+def test_parts_that_were_written_to(device):
+    """After cat the output isn't them any more, and before it they are their last version."""
+    x = torch.randn(4, 8, 32, device=device, requires_grad=True)
+
+    def run(scope):
+        with scope:
+            known, part = Keep.apply(x * 1), (x[:, :4] * 2).cumsum(0)
+            after = torch.cat([known, part], 1)
+            with torch.no_grad():
+                after[:, -1] = 3
+            part = part.exp_()
+            loss = Keep.apply(after).sum() + Keep.apply(torch.cat([known, part], 1)).sum() + Keep.apply(part).sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(run(contextlib.nullcontext()), run(Scope(check=False)))
+
+
+def test_a_clone_of_what_came_from_a_half_type(device):
+    """As group norm makes one under autocast of what is channels-last."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3))
+    net = net.to(device, memory_format=torch.channels_last)
+    images = torch.randn(4, 3, 16, 16, device=device).contiguous(memory_format=torch.channels_last)
+    with torch.autocast(device, torch.bfloat16), Scope() as scope:
+        loss = net(images).float().square().mean()
+    clones = [value for value in scope.values() if value.is_recipe and value.source == "CloneBackward0"]
+    assert [root.held.dtype for value in clones for root in value.roots] == ([torch.bfloat16] if device == "cuda" else [])
+    loss.backward()

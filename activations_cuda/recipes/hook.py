@@ -131,6 +131,7 @@ _C.recipes.set_up(
     functions=_C,
     failed=_failed,
     cast_node="ToCopyBackward0",
+    clone_node="CloneBackward0",
     shape=SHAPE,
     dtype=DTYPE,
 )

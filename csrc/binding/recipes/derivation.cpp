@@ -213,8 +213,16 @@ bool by_data(Step& step, const Data& rule, Value& recipe) {
   for (size_t i = 0; i < rule.arguments.size(); ++i) {
     values[i] = argument(step, rule.arguments[i]);
   }
-  if (rule.is_joined && !append_joined(step, values[0], &recipe.operands)) {
-    return false;
+  if (rule.is_joined) {
+    if (!append_joined(step, recipe.formula, values[0], &recipe.operands)) {
+      return false;
+    }
+    const std::vector<py::object>& joined = recipe.operands;
+    if (joined.size() == 1 && value_of(joined[0]).sizes_of() == sizes_of(step.node->input_metadata(step.number))) {
+      recipe.formula = formulas().same;
+      recipe.arguments = py::tuple();
+      return true;
+    }
   }
   recipe.arguments = rule.convert.is_none() ? py::object(std::move(values)) : rule.convert(*values);
   return !recipe.arguments.is_none();
@@ -257,9 +265,19 @@ bool by_origin(Step& step, const Origin& origin, Value& recipe) {
   return true;
 }
 
-// Of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and is kept so.
+bool is_cast(const torch::autograd::Node& node) {
+  return name_of(node).equal(callbacks().cast_node);
+}
+
+// Of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and is kept so. Or
+// of its clone, as group norm makes one of what is channels-last.
 bool by_narrowing(Step& step, Value& recipe) {
-  const torch::autograd::Edge& edge = step.node->next_edge(0);
+  const bool is_clone = !is_cast(*step.node);
+  const NodePointer& cast = is_clone ? step.node->next_edge(0).function : step.node;
+  if (!cast || !is_cast(*cast)) {
+    return false;
+  }
+  const torch::autograd::Edge& edge = cast->next_edge(0);
   if (!step.tensor || step.tensor->scalar_type() != at::kFloat || step.tensor->_version() > 0 || !edge.function ||
       is_leaf(edge)) {
     return false;
@@ -273,7 +291,9 @@ bool by_narrowing(Step& step, Value& recipe) {
   recipe.formula = formulas().cast;
   recipe.operands = {keep(step.tensor->to(dtype), name_of(*edge.function), attribute(step.hook, NAME("outer")))};
   recipe.arguments = py::make_tuple(dtype_object(at::kFloat));
-  note(recipe.operands[0], edge.function, edge.input_nr);
+  if (!is_clone) {  // whose layout is its own
+    note(recipe.operands[0], edge.function, edge.input_nr);
+  }
   return true;
 }
 
@@ -328,7 +348,7 @@ py::object derive(Step step) {
   }
   const Data& data = data_of(rule);
   py::object result = made([&](Value& recipe) { return by_data(step, data, recipe); });
-  if (!result && name.equal(callbacks().cast_node)) {
+  if (!result && (name.equal(callbacks().cast_node) || name.equal(callbacks().clone_node))) {
     return made([&](Value& recipe) { return by_narrowing(step, recipe); });
   }
   return result || data.otherwise.is_none() ? result : by(data.otherwise);

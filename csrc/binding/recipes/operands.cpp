@@ -1,6 +1,7 @@
 #include "operands.h"
 
 #include <ATen/WrapDimUtils.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
@@ -92,6 +93,42 @@ void take_strides_of_saved(Step& step, PyObject* name, Value& value) {
   }
 }
 
+// An operand of cat that nobody has kept: its edge, its place among the operands, and where it lies in the output.
+struct Part {
+  torch::autograd::Edge edge;
+  size_t operand;
+  int64_t start, length;
+};
+
+// Keeps such operands, if they are less than half of the output. What a dense block joins again and again is kept once so. One
+// alone is the whole output, which is kept as it is.
+bool keep_parts(const Step& step, size_t along, const std::vector<Part>& parts, std::vector<py::object>* operands) {
+  if (!step.tensor || step.tensor->_version() > 0) {
+    return false;
+  }
+  int64_t length = 0;
+  for (const Part& part : parts) {
+    const auto dtype = part.edge.function->input_metadata(part.edge.input_nr).dtype();
+    if (is_leaf(part.edge) || dtype != step.tensor->dtype()) {
+      return false;
+    }
+    length += part.length;
+  }
+  const bool is_alone = operands->size() == 1;
+  if (!is_alone && 2 * length > step.tensor->size(static_cast<int64_t>(along))) {
+    return false;
+  }
+  const at::NoGradGuard no_grad;
+  for (const Part& part : parts) {
+    const at::Tensor tensor =
+        is_alone ? *step.tensor : step.tensor->narrow(static_cast<int64_t>(along), part.start, part.length).clone();
+    py::object& value = (*operands)[part.operand];
+    value = keep(tensor, name_of(*part.edge.function), attribute(step.hook, NAME("outer")));
+    note(value, part.edge.function, part.edge.input_nr);
+  }
+  return true;
+}
+
 // Nodes hand out negative dimensions as unsigned numbers.
 py::object with_sign(py::object argument) {
   if (PyLong_CheckExact(argument.ptr())) {
@@ -178,29 +215,44 @@ py::object argument(Step& step, PyObject* name) {
   return argument(step.python(), name);
 }
 
-bool append_joined(Step& step, py::handle dim, std::vector<py::object>* operands) {
+bool append_joined(Step& step, py::handle formula, py::handle dim, std::vector<py::object>* operands) {
   const at::DimVector sizes = sizes_of(step.node->input_metadata(step.number));
   const auto dims = static_cast<int64_t>(sizes.size());
-  const auto along = static_cast<size_t>(at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims));
-  int64_t missing = sizes[along];
+  const auto number_of = [&](py::handle dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };
+  const auto along = static_cast<size_t>(number_of(dim));
+  const auto is_alike = [&](const Value& value) {
+    return value.formula.is(formula) && value.replaced && number_of(py::tuple(value.arguments)[0]) == number_of(dim);
+  };
+  int64_t at = 0;
+  std::vector<Part> unknown;
   for (size_t i = 0; i < step.node->next_edges().size(); ++i) {
     const torch::autograd::Edge& edge = step.node->next_edge(i);
     py::object value = operand(step, i, nullptr);
-    if (!value) {
-      if (edge.function && c10::multiply_integers(sizes_of(edge.function->input_metadata(edge.input_nr))) > 0) {
-        return false;
-      }
-      continue;
+    if (!value && !edge.function) {
+      continue;  // of any size, which shows in the sum
     }
-    const at::IntArrayRef each = value_of(value).sizes_of();
+    const at::DimVector each =
+        value ? at::DimVector(value_of(value).sizes_of()) : sizes_of(edge.function->input_metadata(edge.input_nr));
+    const bool is_empty = c10::multiply_integers(each) == 0;
     const bool is_stacked = static_cast<int64_t>(each.size()) != dims;
-    if (is_stacked && c10::multiply_integers(each) == 0) {
+    if (is_empty && (!value || is_stacked)) {
       continue;  // cat takes an empty one of any shape
     }
-    missing -= is_stacked ? 1 : each[along];
-    operands->push_back(std::move(value));
+    if (!value) {
+      if (is_stacked) {
+        return false;
+      }
+      unknown.push_back({edge, operands->size(), at, each[along]});
+    }
+    at += is_stacked ? 1 : each[along];
+    if (value && !is_stacked && is_alike(value_of(value))) {
+      const std::vector<py::object>& before = value_of(value).operands;
+      operands->insert(operands->end(), before.begin(), before.end());
+    } else {
+      operands->push_back(std::move(value));
+    }
   }
-  return missing == 0;
+  return at == sizes[along] && (unknown.empty() || keep_parts(step, along, unknown, operands));
 }
 
 }  // namespace fastact::recipes

@@ -40,6 +40,7 @@ struct Callbacks {
         failed(given["failed"]),
         table(given["table"]),
         cast_node(py::str(given["cast_node"])),
+        clone_node(py::str(given["clone_node"])),
         shape(given["shape"]),
         dtype(given["dtype"]) {}
 
@@ -49,13 +50,13 @@ struct Callbacks {
   py::object nothing_yet;     // raised where the hooks around the scope give nothing back yet
   py::tuple plain_types;
   NormFunctions norm_functions;
-  py::object step;          // (hook, node, number, tensor, depth) -> formula, operands, arguments
-  py::object is_right;      // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
-  py::object functions;     // this package's, by their names
-  py::object failed;        // (tensor, error)
-  py::object table;         // (formula, arguments, dtype, like) -> the table of a function of one number, or None
-  py::str cast_node;        // the name of a cast's node
-  py::object shape, dtype;  // what stands among a rule's arguments for the output's own
+  py::object step;                // (hook, node, number, tensor, depth) -> formula, operands, arguments
+  py::object is_right;            // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object functions;           // this package's, by their names
+  py::object failed;              // (tensor, error)
+  py::object table;               // (formula, arguments, dtype, like) -> the table of a function of one number, or None
+  py::str cast_node, clone_node;  // the names of nodes
+  py::object shape, dtype;        // what stands among a rule's arguments for the output's own
 };
 
 // Set when activations_cuda.recipes is imported.
