@@ -118,6 +118,8 @@ def _check_forward(model):
             f"convert: with recompute=True expected a model whose class has a forward, got {got}: {net} "
             "`with activations_cuda.recompute():` around the forward pass"
         )
+    if getattr(model, "cls_to_become", None) is not None:  # its class, as of its first call
+        raise ValueError(f"convert: expected a model whose parameters are initialized, got {kind.__name__}: call it once")
     if is_suspended(kind.forward):
         raise ValueError(
             f"convert: with recompute=True expected a plain function as forward, got {kind.__name__}'s, a generator or "
@@ -155,7 +157,8 @@ def convert(
 
     Works in place and changes the modules' classes: an activation gets this package's of the same name, any other module a
     subclass of its own class. Shared modules stay shared, and hooks, the training flag, parameters and buffers stay. If another
-    model has the same activation, it keeps it as it is. :func:`revert` undoes it all.
+    model has the same activation, it keeps it as it is, but for one within a block that both models have. :func:`revert` undoes
+    it all.
 
     Args:
         model: any module, an activation itself included.
@@ -217,16 +220,19 @@ def convert(
     scoped = []
     if surveyed or recompute:
         scoped = [module for module in model.modules() if recomputes(module)]  # by an earlier call
-        revert_all(model)
     if recompute and unwrapped(model) not in scoped:
         scoped.append(unwrapped(model))
     if scoped:
         lines.append("the rest is recomputed")
+    for module in {*names, *scoped}:  # raises an error before anything changes
+        class_for(module, names.get(module, frozenset()), recomputes=module in scoped)
+    if surveyed or recompute:
+        revert_all(model)
     try:
         _replace(model, names)
         for module in scoped:
             set_class(module, class_for(module, names.get(module, frozenset()), recomputes=True))
-    except Exception:  # of a class that none can take the place of
+    except Exception:  # of a class whose instances can have no other
         revert_all(model)
         raise
     if are_candidates and not names and not in_scope:
@@ -259,8 +265,7 @@ def _replace(model, names):
     _exchange(model, twins)
 
 
-def _held_elsewhere(model, modules):
-    """Those that are children of a module outside of the model's tree too, or were until a twin took their place there."""
+def _found_elsewhere(model, modules):
     if gc.get_freeze_count():  # what is frozen isn't found
         return [module for module in modules if module is not model]
     own = {id(module._modules) for module in model.modules()}
@@ -270,6 +275,15 @@ def _held_elsewhere(model, modules):
     children = [each["_modules"] for each in attributes if type(each) is dict and id(each.get("_modules")) in others]
     held = {id(value) for each in children for value in dict.values(each)} | set(map(id, _originals.values()))
     return [module for module in modules if module is not model and id(module) in held]
+
+
+def _held_elsewhere(model, modules):
+    """Those that are children of a module outside of the model's tree too, or were until a twin took their place there."""
+    found = _found_elsewhere(model, modules)
+    if found:  # maybe by a model that is garbage
+        gc.collect()
+        found = _found_elsewhere(model, found)
+    return found
 
 
 def _twin(module, kind):

@@ -82,7 +82,7 @@ class MemoryReport:
     after: int
     decisions: tuple[Decision, ...]
     recompute: int | None = None
-    recomputed: Mapping[str, int] = field(default_factory=dict)
+    recomputed: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         from tabulate import tabulate  # type: ignore[import-untyped]

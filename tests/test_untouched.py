@@ -731,6 +731,35 @@ def test_a_class_that_was_derived_from_a_converted_one():
         activations_cuda.convert(model[1], recompute=True)
 
 
+def test_an_error_leaves_an_earlier_conversion():
+    model = Act()
+    model.norm = nn.Sequential(nn.LayerNorm(8), nn.ReLU6())
+    activations_cuda.convert(model, torch.randn(ROWS))
+    model.__class__ = type("Sharded", (type(model),), {})
+    before = activations_cuda.converted(model)
+    with pytest.raises(TypeError, match="derived from a converted one, got Sharded"):
+        activations_cuda.convert(model, recompute=True)
+    assert activations_cuda.converted(model) == before
+
+
+def test_a_model_that_is_garbage_shares_nothing():
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.LayerNorm(8), nn.ReLU6())
+        act, dead = model[1], nn.Sequential(*model)
+        dead.itself = [dead]
+        del dead
+        activations_cuda.convert(model, torch.randn(ROWS))
+    finally:
+        gc.enable()
+    assert model[1] is act
+
+
+def test_a_lazy_model_has_no_scope_yet():
+    with pytest.raises(ValueError, match="whose parameters are initialized, got LazyLinear: call it once"):
+        activations_cuda.convert(nn.LazyLinear(4), recompute=True)
+
+
 def scaled(x, scale=1.0):
     return F.relu6(x) * scale
 
