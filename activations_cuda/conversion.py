@@ -265,9 +265,18 @@ def _replace(model, names):
     _exchange(model, twins)
 
 
-def _found_elsewhere(model, modules):
+def _held_elsewhere(model, modules):
+    """Those that are children of a module outside of the model's tree too, or were until a twin took their place there."""
     if gc.get_freeze_count():  # what is frozen isn't found
         return [module for module in modules if module is not model]
+    found = _children_elsewhere(model, modules)
+    if found:  # maybe of a model that is garbage
+        gc.collect()
+        found = _children_elsewhere(model, found)
+    return found
+
+
+def _children_elsewhere(model, modules):
     own = {id(module._modules) for module in model.modules()}
     others = {id(each): each for each in gc.get_referrers(*modules) if isinstance(each, dict) and id(each) not in own}
     owners = gc.get_referrers(*others.values()) if others else []
@@ -275,15 +284,6 @@ def _found_elsewhere(model, modules):
     children = [each["_modules"] for each in attributes if type(each) is dict and id(each.get("_modules")) in others]
     held = {id(value) for each in children for value in dict.values(each)} | set(map(id, _originals.values()))
     return [module for module in modules if module is not model and id(module) in held]
-
-
-def _held_elsewhere(model, modules):
-    """Those that are children of a module outside of the model's tree too, or were until a twin took their place there."""
-    found = _found_elsewhere(model, modules)
-    if found:  # maybe by a model that is garbage
-        gc.collect()
-        found = _found_elsewhere(model, found)
-    return found
 
 
 def _twin(module, kind):

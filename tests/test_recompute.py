@@ -2428,9 +2428,12 @@ def test_a_scope_over_several_steps(held, device):
         weight = nn.Parameter(torch.randn(64, 64, device=device))
         optimizer, gradients = torch.optim.SGD([weight, *net.parameters()], 0.1), []
         with torch.autocast(device, torch.bfloat16, enabled=held == "casts"), scope:
+            Keep.apply((weight + weight.neg() * 0.5).relu())  # which is verified then
             table = weight + weight.neg() * 0.5
-            for _ in range(3):
+            for i in range(3):
                 loss = (net(torch.randn(8, 64, device=device)) @ table.relu()).float().square().mean()
+                if i == 0:  # after all that is saved before the backward pass
+                    table = weight + weight.neg() * 0.5
                 optimizer.zero_grad()
                 loss.backward(retain_graph=True)
                 optimizer.step()

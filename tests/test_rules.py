@@ -475,6 +475,8 @@ def test_batch_norm_of_infinities(training, device):
 @pytest.mark.parametrize("name", ["layer", "batch"])
 def test_norms_without_a_bias_close_to_the_mean(name, weight_dtype, device):
     """Where formulas differ, also in tensors so small that few of their elements do."""
+    if device == "cuda" and name == "layer" and weight_dtype is torch.float32:
+        pytest.skip("PyTorch has no such op")
     function = {
         "layer": lambda x, mean, var, weight: F.layer_norm(x, x.shape[1:], weight),
         "batch": lambda x, mean, var, weight: F.batch_norm(x, mean, var, weight),

@@ -19,7 +19,7 @@ EPS = 1e-5  # in trials, where a node doesn't save its own
 
 
 def _fma(a, b, c):
-    """a * b + c, rounded once; without c the product, or for -0 a 0."""
+    """a * b + c, rounded once. Without c kernels add 0 to the product, which makes -0 a 0."""
     return (a * b).add_(0.0) if c is None else torch.addcmul(c, a, b)
 
 

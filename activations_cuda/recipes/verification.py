@@ -78,7 +78,7 @@ class Candidates:
             # PyTorch's own op, which fits, has no program.
             if not formulas or (trial >= enough and (len(formulas) < 2 or not fuses)):
                 break
-            if bias is None and trial > 0:  # nothing cancels a product: the input must show what differs
+            if bias is None and trial > 0:  # which could cancel the product, so the input must show what differs
                 _draw(memory, generator, trial)
             if weight is not None:
                 weight = torch.empty_like(weight).normal_(generator=generator)
@@ -99,7 +99,7 @@ def _draw(memory, generator, trial=0):
     """Numbers around 1, since of centered ones some formulas would make the same; from trial to trial closer to it, or zeros of
     both signs."""
     memory.normal_(mean=1.0, std=2.0 ** -(trial % 8), generator=generator)
-    if trial % 8 == 3:
+    if trial % 8 == 3:  # within the fewest trials that there are
         memory.sub_(1.0).sign_().mul_(0.0)
 
 

@@ -325,7 +325,7 @@ at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
 PyObject* unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(is_value(object), "recompute: expected what its hook has packed, got ", Py_TYPE(object)->tp_name);
-  note_backward();
+  note_unpacking();
   const auto owner = py::reinterpret_borrow<py::object>(object);
   Value& value = value_of(object);
   if (value.held.defined()) {

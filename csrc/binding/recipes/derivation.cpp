@@ -121,7 +121,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
       recipe.max_writes = std::max(recipe.max_writes, value.max_writes + 1);
     }
   }
-  if (recipe.depth == 0 || recipe.depth > kMaxDepth || recipe.roots.size() > 4 * kMaxDepth) {
+  if (recipe.depth == 0 || recipe.depth > kMaxDepth || recipe.roots.size() > kMaxRoots) {
     return false;
   }
   for (const py::handle argument : py::reinterpret_borrow<py::tuple>(recipe.arguments)) {
@@ -291,7 +291,7 @@ bool by_narrowing(Step& step, Value& recipe) {
   recipe.formula = formulas().cast;
   recipe.operands = {keep(step.tensor->to(dtype), name_of(*edge.function), attribute(step.hook, NAME("outer")))};
   recipe.arguments = py::make_tuple(dtype_object(at::kFloat));
-  if (!is_clone) {  // whose layout is its own
+  if (!is_clone) {  // a clone's layout is its own
     note(recipe.operands[0], edge.function, edge.input_nr);
   }
   return true;
@@ -348,7 +348,7 @@ py::object derive(Step step) {
   }
   const Data& data = data_of(rule);
   py::object result = made([&](Value& recipe) { return by_data(step, data, recipe); });
-  if (!result && (name.equal(callbacks().cast_node) || name.equal(callbacks().clone_node))) {
+  if (!result && (is_cast(*step.node) || name.equal(callbacks().clone_node))) {
     return made([&](Value& recipe) { return by_narrowing(step, recipe); });
   }
   return result || data.otherwise.is_none() ? result : by(data.otherwise);

@@ -176,7 +176,7 @@ PyObject* called_to_pack(PyObject* hook, PyObject* object) {
   HANDLE_TH_ERRORS
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const bool is_to_be_written = std::exchange(is_before_write, false);
-  note_forward();
+  note_saving();
   const Packing packing;
   hooks_outside_have_raised = false;
   py::object value;

@@ -15,16 +15,15 @@ namespace {
 
 Sharding known_sharding = {false, false};
 
-uint64_t backward_calls = 0;  // under the GIL
+uint64_t unpacked = 0;  // how many tensors; under the GIL
 
-// By the sequence numbers of autograd's nodes, which each thread counts for itself.
-struct Forward {
-  uint64_t begins = 0;      // since the last backward pass
-  uint64_t last_saved = 0;  // the next number, then
-  uint64_t backward_calls = 0;
+// What a thread knows of the last backward pass.
+struct LastBackward {
+  uint64_t unpacked = 0;
+  uint64_t ended = 0;  // by the sequence numbers of autograd's nodes, which each thread counts for itself
 };
 
-thread_local Forward forward;
+thread_local LastBackward last_backward;
 
 bool is_parameter(const at::Tensor& tensor) {
   const py::object object = wrapped(tensor);
@@ -41,19 +40,19 @@ Sharding sharding() {
   return known_sharding;
 }
 
-void note_backward() {
-  ++backward_calls;
+void note_unpacking() {
+  ++unpacked;
 }
 
-void note_forward() {
-  if (std::exchange(forward.backward_calls, backward_calls) != backward_calls) {
-    forward.begins = forward.last_saved;
+void note_saving() {
+  if (std::exchange(last_backward.unpacked, unpacked) != unpacked) {
+    last_backward.ended = at::sequence_number::peek();
   }
-  forward.last_saved = at::sequence_number::peek();
 }
 
 bool is_of_earlier_pass(const torch::autograd::Node& node, uint64_t begins) {
-  return node.sequence_nr() < std::max(begins, forward.begins) || node.thread_id() != at::RecordFunction::currentThreadId();
+  return node.sequence_nr() < std::max(begins, last_backward.ended) ||
+         node.thread_id() != at::RecordFunction::currentThreadId();
 }
 
 bool is_leaf(const torch::autograd::Edge& edge) {

@@ -21,12 +21,13 @@ void set_sharding(Sharding given);
 Sharding sharding();
 
 // A leaf that an op read may have been written to since, by an optimizer for instance, some of which don't count in its
-// version: after a backward pass, of whatever thread, what follows from leaves is derived from those alone that were read
-// later. The hooks call these: in backward, and with each tensor that is saved.
-void note_backward();
-void note_forward();
+// version. That is so once a backward pass of any thread has unpacked a tensor, until this thread saves the next. The hooks
+// call these.
+void note_unpacking();
+void note_saving();
 
-// Whether an op ran in another thread, before this sequence number, or before the last backward pass.
+// Whether an op ran in another thread, before this sequence number, or before the last backward pass: then the leaves that it
+// read aren't trusted.
 bool is_of_earlier_pass(const torch::autograd::Node& node, uint64_t begins);
 
 // Whether an edge leads to a leaf of the graph.

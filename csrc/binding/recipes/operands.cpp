@@ -100,12 +100,13 @@ struct Part {
   int64_t start, length;
 };
 
-// Keeps such operands, if they are less than half of the output. What a dense block joins again and again is kept once so. One
+// Keeps such operands, if they are at most half of the output. What a dense block joins again and again is kept once so. One
 // alone is the whole output, which is kept as it is.
 bool keep_parts(const Step& step, size_t along, const std::vector<Part>& parts, std::vector<py::object>* operands) {
-  if (!step.tensor || step.tensor->_version() > 0) {
+  if (!step.tensor || step.tensor->_version() > 0 || operands->size() > kMaxRoots) {
     return false;
   }
+  const auto dim = static_cast<int64_t>(along);
   int64_t length = 0;
   for (const Part& part : parts) {
     const auto dtype = part.edge.function->input_metadata(part.edge.input_nr).dtype();
@@ -115,16 +116,18 @@ bool keep_parts(const Step& step, size_t along, const std::vector<Part>& parts, 
     length += part.length;
   }
   const bool is_alone = operands->size() == 1;
-  if (!is_alone && 2 * length > step.tensor->size(static_cast<int64_t>(along))) {
+  if (!is_alone && 2 * length > step.tensor->size(dim)) {
     return false;
   }
   const at::NoGradGuard no_grad;
   for (const Part& part : parts) {
-    const at::Tensor tensor =
-        is_alone ? *step.tensor : step.tensor->narrow(static_cast<int64_t>(along), part.start, part.length).clone();
     py::object& value = (*operands)[part.operand];
-    value = keep(tensor, name_of(*part.edge.function), attribute(step.hook, NAME("outer")));
-    note(value, part.edge.function, part.edge.input_nr);
+    value = noted(part.edge.function, part.edge.input_nr);  // where it is joined twice
+    if (!value) {
+      const at::Tensor tensor = is_alone ? *step.tensor : step.tensor->narrow(dim, part.start, part.length).clone();
+      value = keep(tensor, name_of(*part.edge.function), attribute(step.hook, NAME("outer")));
+      note(value, part.edge.function, part.edge.input_nr);
+    }
   }
   return true;
 }
@@ -218,12 +221,14 @@ py::object argument(Step& step, PyObject* name) {
 bool append_joined(Step& step, py::handle formula, py::handle dim, std::vector<py::object>* operands) {
   const at::DimVector sizes = sizes_of(step.node->input_metadata(step.number));
   const auto dims = static_cast<int64_t>(sizes.size());
-  const auto number_of = [&](py::handle dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };
-  const auto along = static_cast<size_t>(number_of(dim));
-  const auto is_alike = [&](const Value& value) {
-    return value.formula.is(formula) && value.replaced && number_of(py::tuple(value.arguments)[0]) == number_of(dim);
+  const auto index_of = [&](py::handle dim) {
+    return static_cast<size_t>(at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims));
   };
-  int64_t at = 0;
+  const size_t along = index_of(dim);
+  const auto is_joined_alike = [&](const Value& value) {  // by a recipe that was compared with its tensor
+    return value.formula.is(formula) && value.replaced && index_of(py::tuple(value.arguments)[0]) == along;
+  };
+  int64_t length = 0;
   std::vector<Part> unknown;
   for (size_t i = 0; i < step.node->next_edges().size(); ++i) {
     const torch::autograd::Edge& edge = step.node->next_edge(i);
@@ -231,10 +236,10 @@ bool append_joined(Step& step, py::handle formula, py::handle dim, std::vector<p
     if (!value && !edge.function) {
       continue;  // of any size, which shows in the sum
     }
-    const at::DimVector each =
+    const at::DimVector part =
         value ? at::DimVector(value_of(value).sizes_of()) : sizes_of(edge.function->input_metadata(edge.input_nr));
-    const bool is_empty = c10::multiply_integers(each) == 0;
-    const bool is_stacked = static_cast<int64_t>(each.size()) != dims;
+    const bool is_empty = c10::multiply_integers(part) == 0;
+    const bool is_stacked = static_cast<int64_t>(part.size()) != dims;
     if (is_empty && (!value || is_stacked)) {
       continue;  // cat takes an empty one of any shape
     }
@@ -242,17 +247,17 @@ bool append_joined(Step& step, py::handle formula, py::handle dim, std::vector<p
       if (is_stacked) {
         return false;
       }
-      unknown.push_back({edge, operands->size(), at, each[along]});
+      unknown.push_back({edge, operands->size(), length, part[along]});
     }
-    at += is_stacked ? 1 : each[along];
-    if (value && !is_stacked && is_alike(value_of(value))) {
+    length += is_stacked ? 1 : part[along];
+    if (value && !is_stacked && is_joined_alike(value_of(value))) {
       const std::vector<py::object>& before = value_of(value).operands;
       operands->insert(operands->end(), before.begin(), before.end());
     } else {
       operands->push_back(std::move(value));
     }
   }
-  return at == sizes[along] && (unknown.empty() || keep_parts(step, along, unknown, operands));
+  return length == sizes[along] && (unknown.empty() || keep_parts(step, along, unknown, operands));
 }
 
 }  // namespace fastact::recipes

@@ -22,7 +22,8 @@ namespace fastact::recipes {
 
 namespace py = pybind11;
 
-constexpr int kMaxDepth = 32;  // of a recipe of recipes, which are computed by recursion
+constexpr int kMaxDepth = 32;      // of a recipe of recipes, which are computed by recursion
+constexpr size_t kMaxRoots = 128;  // of a recipe
 
 // An output of a node.
 using Output = std::pair<torch::autograd::Node*, uint32_t>;
