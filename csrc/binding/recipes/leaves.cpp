@@ -50,6 +50,11 @@ void note_saving() {
   }
 }
 
+uint64_t begin() {
+  note_saving();
+  return at::sequence_number::peek();
+}
+
 bool is_of_earlier_pass(const torch::autograd::Node& node, uint64_t begins) {
   return node.sequence_nr() < std::max(begins, last_backward.ended) ||
          node.thread_id() != at::RecordFunction::currentThreadId();

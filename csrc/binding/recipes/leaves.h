@@ -26,6 +26,9 @@ Sharding sharding();
 void note_unpacking();
 void note_saving();
 
+// The sequence number of this thread's next op, as a scope begins.
+uint64_t begin();
+
 // Whether an op ran in another thread, before this sequence number, or before the last backward pass: then the leaves that it
 // read aren't trusted.
 bool is_of_earlier_pass(const torch::autograd::Node& node, uint64_t begins);

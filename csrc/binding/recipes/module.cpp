@@ -1,6 +1,5 @@
 #include "module.h"
 
-#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 
 #include <string>
@@ -64,7 +63,7 @@ void add_settings(py::module_& module) {
   });
   module.def("set_smallest", &set_smallest);
   module.def("set_sharding", [](bool is_there, bool may_be_flat) { set_sharding({is_there, may_be_flat}); });
-  module.def("sequence_number", &at::sequence_number::peek);
+  module.def("begin", &begin);
   module.def("pack_hook", &pack_hook);
   module.attr("unpack") = unpack_hook();
   module.attr("IS_AVAILABLE") = bool(FASTACT_RECOMPUTE);

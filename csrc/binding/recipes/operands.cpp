@@ -181,7 +181,7 @@ py::object operand(Step& step, size_t i, PyObject* name) {
   // A sharded parameter may be freed by now, but what was saved of it has a copy.
   const bool is_saved = is_leaf(edge) && ((name && sharding().is_there) || is_outdated(step));
   if (!edge.function || is_saved) {
-    return name ? saved(step.python(), name) : py::object();
+    return name && PyObject_HasAttr(step.python().ptr(), name) ? saved(step.python(), name) : py::object();
   }
   py::object value = find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
   if (value && name && is_on_cpu(value_of(value)) && !value_of(value).strides_of() && value_of(value).is_recipe()) {
