@@ -267,7 +267,6 @@ RECOMPUTE = [
     Mutant("what an earlier step computed", LEAVES, "std::max(begins, last_backward.ended)", "begins"),
     Mutant("trials far from the mean", RECIPES + "verification.py", "std=2.0 ** -(trial % 8), ", ""),
     Mutant("trials without zeros", RECIPES + "verification.py", "if trial % 8 == 3:", "if False:"),
-    Mutant("parts of what was written to", OPERANDS, " || step.tensor->_version() > 0", ""),
     Mutant("parts that nobody has kept", OPERANDS, "keep_parts(step, along,", "false && keep_parts(step, along,"),
     Mutant("what is computed in inference mode", COMPUTING, "no_inference.emplace(false)", "no_inference.emplace(true)"),
     Mutant("a clone's memory is shared", COMPUTING, "!is_shared || ", "true || "),

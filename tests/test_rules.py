@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -518,3 +519,15 @@ def test_zeros_of_a_norm_without_a_bias(norm, device):
             return torch.autograd.grad(z, y, torch.ones_like(z))[0]
 
         assert is_identical(run(contextlib.nullcontext()), run(Scope(check=False)))
+
+
+def test_trials_tell_signs_of_zeros_apart():
+    def product_as_shift(x, w, b, mean, rstd, out):
+        return torch.addcmul(-mean * (rstd * w), x, rstd * w)
+
+    formula = norms._formula("product_as_shift", norms._of_channels, product_as_shift)
+    x, weight, eps = torch.randn(4, 8, 16, 16), torch.randn(8), 1e-5
+    statistics = norms.BATCH_NORM_IN_EVALUATION.op(x, weight, None, eps)[1:]
+    for formulas, chosen in ((formula,), (None, None)), ((norms.batch_norm_affine,), (norms.batch_norm_affine, True)):
+        candidates = replace(norms.BATCH_NORM_IN_EVALUATION, on_cpu=formulas)
+        assert candidates.choose(x, weight, None, *statistics, eps) == chosen
