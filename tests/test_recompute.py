@@ -2508,6 +2508,23 @@ def test_parts_that_were_written_to(device):
     assert torch.equal(run(contextlib.nullcontext()), run(Scope(check=False)))
 
 
+def test_a_part_that_was_saved_and_written_to(device):
+    """What was saved of it is outdated, and isn't read for what is joined then."""
+    x = torch.randn(4, 8, 32, device=device, requires_grad=True)
+
+    def run(scope):
+        with scope:
+            known, part = Keep.apply(x * 1), (x[:, :4] * 2).cumsum(0)
+            saved = Keep.apply(part)
+            with torch.no_grad():
+                part.add_(1)
+            joined = Keep.apply(torch.cat([known, part], 1))
+        del saved  # whose backward would be an error
+        return torch.autograd.grad(joined.sum(), x)[0]
+
+    assert torch.equal(run(contextlib.nullcontext()), run(Scope(check=False)))
+
+
 def test_a_clone_of_what_came_from_a_half_type(device):
     """As group norm makes one under autocast of what is channels-last."""
     torch.manual_seed(0)

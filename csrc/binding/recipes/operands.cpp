@@ -120,14 +120,16 @@ bool keep_parts(const Step& step, size_t along, const std::vector<Part>& parts, 
     return false;
   }
   const at::NoGradGuard no_grad;
-  for (const Part& part : parts) {
-    py::object& value = (*operands)[part.operand];
-    value = noted(part.edge.function, part.edge.input_nr);  // where it is joined twice
-    if (!value) {
-      const at::Tensor tensor = is_alone ? *step.tensor : step.tensor->narrow(dim, part.start, part.length).clone();
-      value = keep(tensor, name_of(*part.edge.function), attribute(step.hook, NAME("outer")));
-      note(value, part.edge.function, part.edge.input_nr);
+  for (auto part = parts.begin(); part != parts.end(); ++part) {
+    py::object& value = (*operands)[part->operand];
+    const auto same = std::find_if(parts.begin(), part, [&](const Part& other) { return other.edge == part->edge; });
+    if (same != part) {  // it is joined twice
+      value = (*operands)[same->operand];
+      continue;
     }
+    const at::Tensor tensor = is_alone ? *step.tensor : step.tensor->narrow(dim, part->start, part->length).clone();
+    value = keep(tensor, name_of(*part->edge.function), attribute(step.hook, NAME("outer")));
+    note(value, part->edge.function, part->edge.input_nr);
   }
   return true;
 }
