@@ -512,6 +512,28 @@ def test_an_error_within_leaves_the_scope():
     assert top_hooks() is None and not scope._entered.hooks
 
 
+def test_a_scope_that_another_thread_ends():
+    def steps():
+        with recompute():
+            yield
+
+    generator, errors = steps(), []
+    next(generator)
+
+    def close():
+        try:
+            generator.close()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    scope._autograd._pop_saved_tensors_default_hooks()  # as it was left
+    scope._entered.hooks.pop()
+    assert errors == ["recompute: expected a scope to end in the thread in which it began"]
+
+
 def test_it_is_the_threads_own():
     seen = []
     with recompute():

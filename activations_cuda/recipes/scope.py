@@ -57,7 +57,8 @@ class recompute:
 
     Raises:
         RuntimeError: at the end of a scope with ``check=True``, if a recipe gave other bits. In backward, as autograd would, if
-            what a recipe reads or replaced was written to in place since. With a PyTorch that lacks the interfaces.
+            what a recipe reads or replaced was written to in place since. With a PyTorch that lacks the interfaces. Where
+            another thread than the one that began a scope ends it.
         TypeError: ``model`` isn't a module.
     """
 
@@ -96,6 +97,8 @@ class recompute:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if is_dynamo_compiling():
             return
+        if not _entered.hooks:  # as where another thread closes a generator
+            raise RuntimeError("recompute: expected a scope to end in the thread in which it began")
         hook = _entered.hooks.pop()
         if hook is not None:
             _autograd._pop_saved_tensors_default_hooks()
