@@ -81,6 +81,7 @@ CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
 HOOK = "csrc/binding/recipes/hook.cpp"
 DERIVATION = "csrc/binding/recipes/derivation.cpp"
 OPERANDS = "csrc/binding/recipes/operands.cpp"
+JOINED = "csrc/binding/recipes/joined.cpp"
 CALLS = "csrc/binding/recipes/calls.cpp"
 LEAVES = "csrc/binding/recipes/leaves.cpp"
 PACKED_MASKS = "csrc/binding/recipes/masks.cpp"
@@ -267,7 +268,7 @@ RECOMPUTE = [
     Mutant("what an earlier step computed", LEAVES, "std::max(begins, last_backward.ended)", "begins"),
     Mutant("trials far from the mean", RECIPES + "verification.py", "std=2.0 ** -(trial % 8), ", ""),
     Mutant("trials without zeros", RECIPES + "verification.py", "if trial % 8 == 3:", "if False:"),
-    Mutant("parts that nobody has kept", OPERANDS, "keep_parts(step, along,", "false && keep_parts(step, along,"),
+    Mutant("parts that nobody has kept", JOINED, "!can_be_kept(unknown", "true || !can_be_kept(unknown"),
     Mutant("what is computed in inference mode", COMPUTING, "no_inference.emplace(false)", "no_inference.emplace(true)"),
     Mutant("a clone's memory is shared", COMPUTING, "!is_shared || ", "true || "),
     Mutant(
@@ -278,7 +279,7 @@ RECOMPUTE = [
     ),
     Mutant("a view of other data", HOOK, " || !tensor.is_alias_of(base)", ""),
     Mutant("bools of one bit", "csrc/recipes/cpu/masks.cpp", "(bools[byte * 8 + i] != 0) << i", "bools[byte * 8 + i] << i"),
-    Mutant("a layout that nobody knows", DERIVATION, "is_cpu() && varies(recipe) &&", "is_cpu() && false &&"),
+    Mutant("a layout that nobody knows", DERIVATION, "is_cpu() && depends_on_layout(recipe) &&", "is_cpu() && false &&"),
     Mutant("other bits of a program", RECIPES + "verification.py", "each.fuses = False", "each.fuses = True"),
     Mutant("shift contracted as in affine", INSTRUCTIONS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),
     Mutant("not rounded between ops", FUSION, "rounded_to = element_of(recipe.dtype);", "rounded_to = Element::float32;"),

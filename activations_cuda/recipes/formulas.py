@@ -146,6 +146,10 @@ def is_scaled(alpha):
     return alpha != 1
 
 
+def is_no_product(exponent=None):
+    return exponent not in (2, 3)
+
+
 RELU = (instruction("clamp", 0.0, float("inf")),)
 HARDTANH = (instruction("clamp", argument(0), argument(1)),)
 MOVEMENT = Facts(is_movement=True)
@@ -197,7 +201,7 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     sub: Facts(in_place=sub_, varies=is_scaled),
     torch.mul: Facts(in_place=torch.Tensor.mul_, program=(instruction("multiply", operand(1)),)),
     torch.div: Facts(in_place=torch.Tensor.div_),
-    torch.pow: Facts(program=(instruction("power", argument(0)),), is_tabulated=True, varies=True),  # exponents 2 and 3
+    torch.pow: Facts(program=(instruction("power", argument(0)),), is_tabulated=True, varies=is_no_product),
     torch.sqrt: TABULATED,
     torch.rsqrt: TABULATED_VARIES,
     torch.exp: TABULATED_VARIES,

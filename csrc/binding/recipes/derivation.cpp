@@ -16,6 +16,7 @@
 #include "computing.h"
 #include "formulas.h"
 #include "fusion.h"
+#include "joined.h"
 #include "leaves.h"
 
 namespace fastact::recipes {
@@ -78,10 +79,8 @@ bool choose(const py::object& object) {
 }
 
 // Whether PyTorch's op on the CPU rounds differently where its operands have other strides: most ops on complex numbers do.
-bool varies(const Value& recipe) {
-  const py::object& facts = facts_of(recipe.formula).varies;
-  const bool has_facts = facts && (PyCallable_Check(facts.ptr()) ? facts(*recipe.arguments) : facts).ptr() == Py_True;
-  return has_facts || c10::isComplexType(recipe.dtype) ||
+bool depends_on_layout(const Value& recipe) {
+  return facts_of(recipe.formula).varies_with(recipe.arguments) || c10::isComplexType(recipe.dtype) ||
          std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
            return is_value(each) && c10::isComplexType(value_of(each).dtype_of());
          });
@@ -135,7 +134,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   }
   recipe.dtype = c10::typeMetaToScalarType(meta.dtype());
   recipe.device = meta.device();
-  if (meta.device().is_cpu() && varies(recipe) &&
+  if (meta.device().is_cpu() && depends_on_layout(recipe) &&
       std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
         return is_value(each) && !value_of(each).strides_of();
       })) {
@@ -201,6 +200,9 @@ bool by_data(Step& step, const Data& rule, Value& recipe) {
   if (!rule.when.is_none() && attribute(step.python(), rule.when.ptr()).ptr() != Py_True) {
     return false;
   }
+  if (rule.is_joined) {
+    return by_joining(step, rule.formula, argument(step, rule.arguments[0]), recipe);
+  }
   recipe.formula = rule.formula;
   for (size_t i = 0; i < rule.operands.size(); ++i) {
     const auto& [saved_as, has_edge] = rule.operands[i];
@@ -212,17 +214,6 @@ bool by_data(Step& step, const Data& rule, Value& recipe) {
   py::tuple values(rule.arguments.size());
   for (size_t i = 0; i < rule.arguments.size(); ++i) {
     values[i] = argument(step, rule.arguments[i]);
-  }
-  if (rule.is_joined) {
-    if (!append_joined(step, recipe.formula, values[0], &recipe.operands)) {
-      return false;
-    }
-    const std::vector<py::object>& joined = recipe.operands;
-    if (joined.size() == 1 && value_of(joined[0]).sizes_of() == sizes_of(step.node->input_metadata(step.number))) {
-      recipe.formula = formulas().same;
-      recipe.arguments = py::tuple();
-      return true;
-    }
   }
   recipe.arguments = rule.convert.is_none() ? py::object(std::move(values)) : rule.convert(*values);
   return !recipe.arguments.is_none();

@@ -36,7 +36,10 @@ struct Facts {
   py::object formula, in_place;  // the latter may be null
   std::optional<std::vector<FormulaInstruction>> program;
   bool is_tabulated = false, is_movement = false;
-  py::object varies;  // True, False or a function of a recipe's arguments
+  py::object varies;  // True, False or a function of the formula's arguments
+
+  // Whether on the CPU its bits depend on the layout.
+  bool varies_with(const py::object& arguments) const;
 };
 
 // Of a formula; none are known of most.

@@ -110,11 +110,11 @@ class Builder {
     if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && is_of_one_number) {
       return append_operand(recipe, first) && append_table(recipe) && finish(recipe, 1);
     }
-    const auto& program = facts_of(recipe.formula).program;
-    if (!program) {
+    const Facts& facts = facts_of(recipe.formula);
+    if (!facts.program || (recipe.device->is_cpu() && facts.varies_with(recipe.arguments))) {
       return false;
     }
-    const auto& instructions = *program;
+    const auto& instructions = *facts.program;
     const bool is_binary =
         instructions.size() == 1 && (instructions[0].opcode == Opcode::add || instructions[0].opcode == Opcode::multiply);
     if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
@@ -349,12 +349,6 @@ std::optional<at::DimVector> strides_along(
   return result;
 }
 
-// Whether PyTorch's own op on the CPU may round differently, in vectors and beyond them.
-bool varies_on_cpu(const Instruction& instruction) {
-  return instruction.opcode == Opcode::silu || instruction.opcode == Opcode::silu_gradient ||
-         instruction.opcode == Opcode::tanh || (instruction.opcode == Opcode::add && instruction.reference[1].number != 1);
-}
-
 void launch(const Program& program, const at::Tensor& output) {
 #if defined(FASTACT_CUDA)
   if (output.is_cuda()) {
@@ -462,10 +456,7 @@ std::optional<Geometry> Builder::lay_out(const at::DimVector& strides) {
 std::optional<at::Tensor> Builder::run() {
   const auto device = leaves_[0].value->device_of();
   const bool is_on_cpu = device && device->is_cpu();
-  if (is_on_cpu && (flushes_subnormals() || std::any_of(instructions_.begin(), instructions_.end(), varies_on_cpu))) {
-    return std::nullopt;
-  }
-  if (c10::multiply_integers(sizes_) == 0 || !read_leaves()) {
+  if ((is_on_cpu && flushes_subnormals()) || c10::multiply_integers(sizes_) == 0 || !read_leaves()) {
     return std::nullopt;
   }
   const auto strides = output_strides();
@@ -503,7 +494,7 @@ std::optional<at::Tensor> compute_gradient(
   const auto strides = input.strides_of();
   const auto dtype = grad.scalar_type();
   if (!strides || grad.sizes() != input.sizes_of() || dtype != input.dtype_of() ||
-      !(opcode == Opcode::gradient ? is_half(dtype) : dtype == at::kFloat)) {
+      !(opcode == Opcode::gradient ? is_half(dtype) : dtype == at::kFloat && !grad.is_cpu())) {
     return std::nullopt;
   }
   input.check_unwritten();

@@ -15,8 +15,8 @@ namespace fastact::recipes {
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false);
 
 // The gradient of a function's input, which isn't written if it is a recipe whose program can be continued: in a half type by
-// Opcode::gradient, of two factors for each of its numbers, in float32 by an instruction of its own. `is_alone`: even of an
-// input that is kept.
+// Opcode::gradient, of two factors for each of its numbers, in float32 by an instruction of its own, but on the CPU not at
+// all, where vectors round otherwise than single elements. `is_alone`: even of an input that is kept.
 std::optional<at::Tensor> compute_gradient(
     Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors = {}, bool is_alone = false);
 

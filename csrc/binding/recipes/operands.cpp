@@ -1,7 +1,5 @@
 #include "operands.h"
 
-#include <ATen/WrapDimUtils.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
@@ -93,47 +91,6 @@ void take_strides_of_saved(Step& step, PyObject* name, Value& value) {
   }
 }
 
-// An operand of cat that nobody has kept: its edge, its place among the operands, and where it lies in the output.
-struct Part {
-  torch::autograd::Edge edge;
-  size_t operand;
-  int64_t start, length;
-};
-
-// Keeps such operands, if they are at most half of the output. What a dense block joins again and again is kept once so. One
-// alone is the whole output, which is kept as it is.
-bool keep_parts(const Step& step, size_t along, const std::vector<Part>& parts, std::vector<py::object>* operands) {
-  if (!step.tensor || step.tensor->_version() > 0 || operands->size() > kMaxRoots) {
-    return false;
-  }
-  const auto dim = static_cast<int64_t>(along);
-  int64_t length = 0;
-  for (const Part& part : parts) {
-    const auto dtype = part.edge.function->input_metadata(part.edge.input_nr).dtype();
-    if (is_leaf(part.edge) || dtype != step.tensor->dtype()) {
-      return false;
-    }
-    length += part.length;
-  }
-  const bool is_alone = operands->size() == 1;
-  if (!is_alone && 2 * length > step.tensor->size(dim)) {
-    return false;
-  }
-  const at::NoGradGuard no_grad;
-  for (auto part = parts.begin(); part != parts.end(); ++part) {
-    py::object& value = (*operands)[part->operand];
-    const auto same = std::find_if(parts.begin(), part, [&](const Part& other) { return other.edge == part->edge; });
-    if (same != part) {  // it is joined twice
-      value = (*operands)[same->operand];
-      continue;
-    }
-    const at::Tensor tensor = is_alone ? *step.tensor : step.tensor->narrow(dim, part->start, part->length).clone();
-    value = keep(tensor, name_of(*part->edge.function), attribute(step.hook, NAME("outer")));
-    note(value, part->edge.function, part->edge.input_nr);
-  }
-  return true;
-}
-
 // Nodes hand out negative dimensions as unsigned numbers.
 py::object with_sign(py::object argument) {
   if (PyLong_CheckExact(argument.ptr())) {
@@ -218,48 +175,6 @@ py::object argument(Step& step, PyObject* name) {
     return std::move(shape);
   }
   return argument(step.python(), name);
-}
-
-bool append_joined(Step& step, py::handle formula, py::handle dim, std::vector<py::object>* operands) {
-  const at::DimVector sizes = sizes_of(step.node->input_metadata(step.number));
-  const auto dims = static_cast<int64_t>(sizes.size());
-  const auto index_of = [&](py::handle dim) {
-    return static_cast<size_t>(at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims));
-  };
-  const size_t along = index_of(dim);
-  const auto is_joined_alike = [&](const Value& value) {  // by a recipe that was compared with its tensor
-    return value.formula.is(formula) && value.replaced && index_of(py::tuple(value.arguments)[0]) == along;
-  };
-  int64_t length = 0;
-  std::vector<Part> unknown;
-  for (size_t i = 0; i < step.node->next_edges().size(); ++i) {
-    const torch::autograd::Edge& edge = step.node->next_edge(i);
-    py::object value = operand(step, i, nullptr);
-    if (!value && !edge.function) {
-      continue;  // of any size, which shows in the sum
-    }
-    const at::DimVector part =
-        value ? at::DimVector(value_of(value).sizes_of()) : sizes_of(edge.function->input_metadata(edge.input_nr));
-    const bool is_empty = c10::multiply_integers(part) == 0;
-    const bool is_stacked = static_cast<int64_t>(part.size()) != dims;
-    if (is_empty && (!value || is_stacked)) {
-      continue;  // cat takes an empty one of any shape
-    }
-    if (!value) {
-      if (is_stacked) {
-        return false;
-      }
-      unknown.push_back({edge, operands->size(), length, part[along]});
-    }
-    length += is_stacked ? 1 : part[along];
-    if (value && !is_stacked && is_joined_alike(value_of(value))) {
-      const std::vector<py::object>& before = value_of(value).operands;
-      operands->insert(operands->end(), before.begin(), before.end());
-    } else {
-      operands->push_back(std::move(value));
-    }
-  }
-  return length == sizes[along] && (unknown.empty() || keep_parts(step, along, unknown, operands));
 }
 
 }  // namespace fastact::recipes

@@ -41,11 +41,6 @@ py::object saved(py::handle node, PyObject* name);
 py::object argument(py::handle node, PyObject* name);
 py::object argument(Step& step, PyObject* name);
 
-// The operands of what is joined along a dimension. An unknown one may be left out if it is empty, as a cache is at first; if
-// such are at most half of the output, they are copied out of it and kept. What was joined before by the same formula is taken
-// apart.
-bool append_joined(Step& step, py::handle formula, py::handle dim, std::vector<py::object>* operands);
-
 at::DimVector sizes_of(const torch::autograd::InputMetadata& meta);
 
 }  // namespace fastact::recipes

@@ -1,0 +1,101 @@
+#include "joined.h"
+
+#include <ATen/WrapDimUtils.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "formulas.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Edge;
+
+// An operand that can't be derived: its edge, its place among the operands, and where it lies in the output.
+struct Part {
+  Edge edge;
+  size_t operand;
+  int64_t start, length;
+};
+
+// Whether these can be kept in place of the output, and it pays. One that is alone is the output.
+bool can_be_kept(const std::vector<Part>& parts, const Step& step, size_t operands, int64_t dim) {
+  if (!step.tensor || step.tensor->_version() > 0 || operands > kMaxRoots) {
+    return false;
+  }
+  int64_t length = 0;
+  for (const Part& part : parts) {
+    const auto dtype = part.edge.function->input_metadata(part.edge.input_nr).dtype();
+    if (is_leaf(part.edge) || dtype != step.tensor->dtype()) {
+      return false;
+    }
+    length += part.length;
+  }
+  return operands == 1 || 2 * length <= step.tensor->size(dim);
+}
+
+py::object keep_part(const Part& part, const Step& step, int64_t dim) {
+  const at::NoGradGuard no_grad;
+  const bool is_alone = part.length == step.tensor->size(dim);
+  const at::Tensor tensor = is_alone ? *step.tensor : step.tensor->narrow(dim, part.start, part.length).clone();
+  py::object value = keep(tensor, name_of(*part.edge.function), attribute(step.hook, NAME("outer")));
+  note(value, part.edge.function, part.edge.input_nr);
+  return value;
+}
+
+}  // namespace
+
+bool by_joining(Step& step, const py::object& formula, const py::object& dim, Value& recipe) {
+  const at::DimVector sizes = sizes_of(step.node->input_metadata(step.number));
+  const auto dims = static_cast<int64_t>(sizes.size());
+  const auto wrap = [&](const py::object& dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };
+  const int64_t along = wrap(dim);
+  const auto is_joined_alike = [&](const Value& value) {  // by a recipe that was compared with its tensor
+    return value.formula.is(formula) && value.replaced && wrap(py::tuple(value.arguments)[0]) == along;
+  };
+  std::vector<py::object>& operands = recipe.operands;
+  std::vector<Part> unknown;
+  int64_t length = 0;
+  for (size_t i = 0; i < step.node->next_edges().size(); ++i) {
+    const Edge& edge = step.node->next_edge(i);
+    py::object value = operand(step, i, nullptr);
+    if (!value && !edge.function) {
+      continue;  // of any size, which shows in the sum
+    }
+    const at::DimVector part =
+        value ? at::DimVector(value_of(value).sizes_of()) : sizes_of(edge.function->input_metadata(edge.input_nr));
+    const bool is_empty = c10::multiply_integers(part) == 0;
+    const bool is_stacked = static_cast<int64_t>(part.size()) != dims;
+    if (is_empty && (!value || is_stacked)) {
+      continue;  // cat takes an empty one of any shape
+    }
+    if (!value) {
+      if (is_stacked) {
+        return false;
+      }
+      unknown.push_back({edge, operands.size(), length, part[along]});
+    }
+    length += is_stacked ? 1 : part[along];
+    if (value && !is_stacked && is_joined_alike(value_of(value))) {
+      const std::vector<py::object>& before = value_of(value).operands;
+      operands.insert(operands.end(), before.begin(), before.end());
+    } else {
+      operands.push_back(std::move(value));
+    }
+  }
+  if (length != sizes[along] || (!unknown.empty() && !can_be_kept(unknown, step, operands.size(), along))) {
+    return false;
+  }
+  for (auto part = unknown.begin(); part != unknown.end(); ++part) {
+    const auto same = std::find_if(unknown.begin(), part, [&](const Part& other) { return other.edge == part->edge; });
+    operands[part->operand] = same == part ? keep_part(*part, step, along) : operands[same->operand];
+  }
+  const bool is_alone = operands.size() == 1 && value_of(operands[0]).sizes_of() == sizes;
+  recipe.formula = is_alone ? formulas().same : formula;
+  recipe.arguments = is_alone ? py::tuple() : py::make_tuple(dim);
+  return true;
+}
+
+}  // namespace fastact::recipes
