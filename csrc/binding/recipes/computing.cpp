@@ -200,7 +200,8 @@ at::Tensor Value::compute(bool* is_temporary) {
     const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
-  if (auto fused = compute_fused(*this)) {
+  const bool is_anothers = formula.is(formulas().same) && value_of(operands[0]).readers > 1;
+  if (auto fused = is_anothers ? std::nullopt : compute_fused(*this)) {
     if (is_temporary) {
       *is_temporary = true;
     }

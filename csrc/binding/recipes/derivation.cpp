@@ -143,6 +143,15 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   append(numbers, recipe.dtype, meta.device());
   recipe.configuration = number_of(numbers);
 
+  // What several ops compute of the same, as autocast's casts for query, key and value, is computed once.
+  const py::object first = first_equal(recipe);
+  if (first && value_of(first).depth < kMaxDepth) {
+    recipe.formula = formulas().same;
+    recipe.operands = {first};
+    recipe.arguments = py::tuple();
+    recipe.depth = value_of(first).depth + 1;
+    recipe.configuration = number_of({static_cast<int64_t>(ConfigurationOf::equal), recipe.configuration});
+  }
   if (!choose(object)) {
     return false;
   }

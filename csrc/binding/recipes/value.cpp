@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <unordered_map>
@@ -22,6 +23,9 @@ struct Hash {
   size_t operator()(const Output& output) const {
     return std::hash<void*>()(output.first) ^ (output.second * 0x9e3779b97f4a7c15);
   }
+  size_t operator()(const std::pair<PyObject*, int64_t>& key) const {
+    return std::hash<void*>()(key.first) ^ (static_cast<size_t>(key.second) * 0x9e3779b97f4a7c15);
+  }
   size_t operator()(const Configuration& numbers) const {
     size_t hash = numbers.size();
     for (const int64_t number : numbers) {
@@ -35,6 +39,20 @@ struct Hash {
 auto& registry() {
   static auto& values = *new std::unordered_map<Output, Value*, Hash>();
   return values;
+}
+
+// By a recipe's first operand and its configuration.
+auto& first_recipes() {
+  static auto& recipes = *new std::unordered_map<std::pair<PyObject*, int64_t>, Value*, Hash>();
+  return recipes;
+}
+
+template <class Registry, class Key>
+void leave(Registry& registry, const Key& key, const Value* value) {
+  const auto found = registry.find(key);
+  if (found != registry.end() && found->second == value) {
+    registry.erase(found);
+  }
 }
 
 [[noreturn]] void raise_written(
@@ -57,6 +75,11 @@ int64_t configuration_of(const at::Tensor& tensor) {
 
 PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
+py::object object_of(Value& value) {
+  auto* object = reinterpret_cast<PyObject*>(reinterpret_cast<char*>(&value) - offsetof(Object, value));
+  return py::reinterpret_borrow<py::object>(object);
+}
+
 void deallocate(PyObject* self) {
   auto* object = reinterpret_cast<Object*>(self);
   object->value.leave_registry();  // before anybody's callback may look for it
@@ -71,10 +94,10 @@ void deallocate(PyObject* self) {
 
 void Value::leave_registry() {
   if (output_.first) {
-    const auto found = registry().find(output_);
-    if (found != registry().end() && found->second == this) {
-      registry().erase(found);
-    }
+    leave(registry(), output_, this);
+  }
+  if (!operands.empty()) {
+    leave(first_recipes(), std::make_pair(operands[0].ptr(), configuration), this);
   }
 }
 
@@ -205,8 +228,18 @@ py::object noted(const NodePointer& node, uint32_t number) {
   if (found == registry().end() || !is_alive(*found->second->node_)) {
     return {};
   }
-  auto* object = reinterpret_cast<PyObject*>(reinterpret_cast<char*>(found->second) - offsetof(Object, value));
-  return py::reinterpret_borrow<py::object>(object);
+  return object_of(*found->second);
+}
+
+py::object first_equal(Value& recipe) {
+  Value*& first = first_recipes()[{recipe.operands[0].ptr(), recipe.configuration}];
+  const auto is_same = [](const py::object& a, const py::object& b) { return a.is(b); };
+  if (first && first->is_current() &&
+      std::equal(first->operands.begin(), first->operands.end(), recipe.operands.begin(), recipe.operands.end(), is_same)) {
+    return object_of(*first);
+  }
+  first = &recipe;
+  return {};
 }
 
 namespace {

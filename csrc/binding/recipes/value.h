@@ -31,7 +31,7 @@ using Output = std::pair<torch::autograd::Node*, uint32_t>;
 // All that formulas depend on but elements. The first number is that of a node's name, or says what else it is of.
 using Configuration = c10::SmallVector<int64_t, 32>;
 
-enum class ConfigurationOf : int64_t { kept_tensor = -5, narrowed, written_to, mask, view };
+enum class ConfigurationOf : int64_t { kept_tensor = -6, narrowed, written_to, mask, view, equal };
 
 struct NormCall;
 struct Pass;
@@ -146,6 +146,9 @@ int64_t configuration_of(Value& value);
 // addresses are used again.
 void note(const py::object& value, const NodePointer& node, uint32_t number);
 py::object noted(const NodePointer& node, uint32_t number);
+
+// The first recipe of the same configuration and operands that is alive, null if that is this one.
+py::object first_equal(Value& recipe);
 
 void add_value_type(py::module_& module);
 
