@@ -148,6 +148,40 @@ def test_gradient_in_float32(layout, shape, formula, device):
         assert is_identical(found, expected) and found.stride() == expected.stride()
 
 
+@pytest.mark.parametrize("size", [16, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("view", "arguments"),
+    [(torch.transpose, (0, 1)), (torch.transpose, (-1, 0)), (torch.permute, ((1, 0, 2),)), (torch.permute, ((2, -3, 1),))],
+)
+def test_dimensions_in_another_order(view, arguments, dtype, size, device):
+    """A norm's output, cast and in the order in which attention takes it, is written once."""
+
+    def recipe(formula, operands, arguments):
+        like = formula(*(known[operand] for operand in operands if operand in known), *arguments)
+        result = _C.recipes.recipe(like, formula, operands, arguments)
+        known[result] = like
+        return result
+
+    known = {}
+    x = numbers((6, 5, size), device)
+    others, shape = operands_of(norms.layer_norm_affine_on_cpu, x)
+    normed = norms.layer_norm_affine_on_cpu(x, *others, *shape)
+    first = _C.recipes.recipe(normed, norms.layer_norm_affine_on_cpu, (x, *others), shape)
+    known[first] = normed
+    moved = recipe(view, (first,), arguments)
+    copy = recipe(torch.Tensor.contiguous, (recipe(torch.Tensor.to, (moved,), (dtype,)),), ())
+    copy.formula = formulas.same
+    root = recipe(torch.reshape, (copy,), ((-1, known[copy].shape[-1]),))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        found = _C.recipes.fused(root)
+    assert is_identical(found, known[root])
+    is_in_rows = size == 16 and arguments in ((0, 1), ((1, 0, 2),))
+    if device == "cpu" and is_in_rows:
+        allocated = [event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0]
+        assert allocated == [found.nbytes]
+
+
 @pytest.mark.parametrize("exponent", [2, 3, 2.0, 0.5, -1, 4])
 def test_power(exponent, device):
     x = numbers((4, 64), device)
@@ -218,6 +252,18 @@ class Rows(nn.Module):
         return self.layers(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class Transposed(nn.Module):
+    """Of channels as the last dimension, with the samples in the second, as attention takes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        rows = self.norm(x.permute(0, 2, 3, 1).flatten(1, 2).float())
+        return self.fc(rows.transpose(0, 1)).permute(1, 2, 0).reshape(x.shape)
+
+
 CHAINS = {
     "batch norm, relu": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU()),
     "batch norm, relu6": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU6(inplace=True)),
@@ -232,6 +278,7 @@ CHAINS = {
     "instance norm, leaky relu": lambda: nn.Sequential(nn.InstanceNorm2d(16, affine=True), nn.LeakyReLU(0.1)),
     "layer norm": lambda: Rows(nn.LayerNorm(16)),
     "layer norm, gelu": lambda: Rows(nn.LayerNorm(16), nn.GELU()),
+    "layer norm, transposed": Transposed,
     "rms norm": lambda: Rows(RmsNorm()),
     "swiglu": lambda: Rows(Swiglu()),
     "new gelu": lambda: Rows(nn.Linear(16, 16), NewGelu()),

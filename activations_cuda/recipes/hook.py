@@ -115,6 +115,8 @@ _C.recipes.set_facts(formulas.FORMULAS)
 _C.recipes.set_up(
     table=programs.table,
     reshape=torch.reshape,
+    transpose=torch.transpose,
+    permute=torch.permute,
     cast=torch.Tensor.to,
     same=formulas.same,
     rule_of_op=Op,

@@ -1,12 +1,14 @@
 #include "fusion.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/WrapDimUtils.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -37,12 +39,15 @@ bool flushes_subnormals() {
   return subnormal * 1.0f == 0.0f;
 }
 
+constexpr int64_t kElementsOfVector = 8;  // that a kernel reads at once, in a half type
+
 // What a program reads, in the order of its operands.
 struct Leaf {
   Value* value;  // or none: the table of a function, which is made when all else is known
   const Value* reader;
   Place place;
   bool is_bits;
+  at::DimVector order;  // the program's dimension for each of the reader's, if they are in another order
   at::Tensor tensor;
 };
 
@@ -97,6 +102,11 @@ struct Geometry {
 class Builder {
  public:
   explicit Builder(Value& root) : root_(&root), sizes_(root.sizes) {}
+
+  bool append_root() {
+    Value* found = behind_view(*root_, *root_);
+    return found && (found == root_ || found->readers < 2) && append(*found);
+  }
 
   // Appends what computes a recipe's element.
   bool append(Value& recipe) {
@@ -180,19 +190,47 @@ class Builder {
       return false;
     }
     const Builder before = *this;
-    Value* found = &value;
-    if (value.formula.is(formulas().reshape) && counts_in_output_sizes(reader) && is_value(value.operands[0])) {
-      found = &value_of(value.operands[0]);  // in whose sizes the program counts
-      if (!found->is_recipe() || found->remembers()) {
-        return false;
-      }
-      sizes_ = found->sizes;
-    }
-    if (append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
+    Value* found = behind_view(reader, value);
+    if (found && append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
+      order_ = before.order_;
       return true;
     }
     restore(before);
     return false;
+  }
+
+  // The recipe that a view of it shows, whose elements the program now counts as it does the view's, or the value itself. Null
+  // for views of what is at hand.
+  Value* behind_view(const Value& reader, Value& value) {
+    const bool is_reshape = value.formula.is(formulas().reshape) && counts_in_output_sizes(reader);
+    const bool is_transpose = value.formula.is(formulas().transpose), is_permute = value.formula.is(formulas().permute);
+    if (!is_reshape && !is_transpose && !is_permute) {
+      return &value;
+    }
+    Value* const found = is_value(value.operands[0]) ? &value_of(value.operands[0]) : nullptr;
+    if (!found || !found->is_recipe() || found->remembers()) {
+      return nullptr;
+    }
+    if (is_reshape) {
+      sizes_ = found->sizes;
+      return found;
+    }
+    const size_t dims = value.sizes.size();
+    if (order_.empty()) {
+      order_.resize(dims);
+      std::iota(order_.begin(), order_.end(), 0);
+    }
+    const auto wrap = [&](py::handle dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };
+    const py::tuple given = value.arguments;
+    if (is_transpose) {
+      std::swap(order_[wrap(given[0])], order_[wrap(given[1])]);
+    } else {
+      const at::DimVector outer = order_;
+      for (size_t dim = 0; dim < dims; ++dim) {
+        order_[wrap(py::tuple(given[0])[dim])] = outer[dim];
+      }
+    }
+    return found;
   }
 
   // Undoes an attempt, but for having made it: of sums of sums each would be made twice by the one behind it.
@@ -209,7 +247,8 @@ class Builder {
 
   // Whether the program still counts in its output's sizes.
   bool counts_in_output_sizes(const Value& reader) const {
-    return at::IntArrayRef(sizes_) == at::IntArrayRef(root_->sizes) && at::IntArrayRef(reader.sizes) == at::IntArrayRef(sizes_);
+    return order_.empty() && at::IntArrayRef(sizes_) == at::IntArrayRef(root_->sizes) &&
+           at::IntArrayRef(reader.sizes) == at::IntArrayRef(sizes_);
   }
 
   // x + alpha * y or x * y, where either may be part of the program, or both.
@@ -244,7 +283,7 @@ class Builder {
 
   bool append_table(Value& recipe) {
     table_for_.push_back({leaves_.size(), &recipe});
-    leaves_.push_back({nullptr, &recipe, Place::table, false, {}});
+    leaves_.push_back({nullptr, &recipe, Place::table, false, {}, {}});
     Instruction instruction = {Opcode::look_up, Element::float32, {}};
     instruction.reference[0].operand = static_cast<int8_t>(leaves_.size() - 1);
     return leaves_.size() <= Program::kMaxOperands && add(instruction);
@@ -290,12 +329,12 @@ class Builder {
     // A mask that is broadcast isn't read eight at a time.
     const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) &&
                          at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
-    if (leaves_.size() == Program::kMaxOperands ||
+    if (leaves_.size() == Program::kMaxOperands || (!order_.empty() && (is_bits || place != Place::broadcast)) ||
         (!is_bits && (!is_float(value.dtype_of()) || !adopt_half(value.dtype_of())))) {
       return false;
     }
     reference->operand = static_cast<int8_t>(leaves_.size());
-    leaves_.push_back({&value, &reader, place, is_bits, {}});
+    leaves_.push_back({&value, &reader, place, is_bits, order_, {}});
     dense_ += !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes);
     return true;
   }
@@ -316,6 +355,7 @@ class Builder {
 
   Value* root_;
   at::DimVector sizes_;                            // that the program counts in: the output's, or of what it is a view of
+  at::DimVector order_;                            // of what is appended, as a leaf's
   c10::SmallVector<Instruction, 8> instructions_;  // copied at each attempt, so without allocations
   c10::SmallVector<Leaf, 8> leaves_;
   c10::SmallVector<std::pair<size_t, Value*>, 2> table_for_;
@@ -365,6 +405,23 @@ std::optional<at::Tensor> viewed(const at::Tensor& tensor, at::IntArrayRef from,
   return tensor.sizes() == from && tensor.is_contiguous() ? std::optional(tensor.view(sizes)) : std::nullopt;
 }
 
+// The same where its dimensions are in another order.
+std::optional<at::Tensor> permuted(const at::Tensor& tensor, const Leaf& leaf, at::IntArrayRef sizes) {
+  const at::DimVector& from = leaf.reader->sizes;
+  at::DimVector dims(leaf.order.size());
+  for (size_t dim = 0; dim < dims.size(); ++dim) {
+    if (sizes.size() != dims.size() || sizes[leaf.order[dim]] != from[dim]) {
+      return std::nullopt;
+    }
+    dims[leaf.order[dim]] = static_cast<int64_t>(dim);
+  }
+  at::Tensor result = tensor;
+  while (result.dim() < static_cast<int64_t>(dims.size())) {
+    result = result.unsqueeze(0);
+  }
+  return result.permute(dims);
+}
+
 bool Builder::read_leaves() {
   for (Leaf& leaf : leaves_) {
     if (!leaf.value) {
@@ -378,8 +435,10 @@ bool Builder::read_leaves() {
     if (leaf.place == Place::table) {
       continue;
     }
-    if (leaf.reader->sizes != sizes_) {
-      const auto view = leaf.is_bits ? std::nullopt : viewed(leaf.tensor, leaf.reader->sizes, sizes_);
+    if (!leaf.order.empty() || leaf.reader->sizes != sizes_) {
+      const auto view = leaf.is_bits         ? std::nullopt
+                        : leaf.order.empty() ? viewed(leaf.tensor, leaf.reader->sizes, sizes_)
+                                             : permuted(leaf.tensor, leaf, sizes_);
       if (!view) {
         return false;
       }
@@ -415,6 +474,12 @@ std::optional<at::DimVector> Builder::output_strides() const {
   return dense_leaf_.defined() ? at::DimVector(dense_leaf_.strides()) : in_order;
 }
 
+// Whether the elements of a whole row of the output lie beside each other in an operand too.
+bool has_rows_of(at::IntArrayRef operand, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  const at::DimVector dims = inner_to_outer(sizes, strides);
+  return !dims.empty() && operand[dims[0]] == 1 && sizes[dims[0]] % kElementsOfVector == 0;
+}
+
 std::optional<Geometry> Builder::lay_out(const at::DimVector& strides) {
   const at::IntArrayRef sizes = sizes_;
   Geometry geometry = {sizes_, {strides}};
@@ -431,7 +496,7 @@ std::optional<Geometry> Builder::lay_out(const at::DimVector& strides) {
       along = strides_along(sizes, leaf.value->sizes, leaf.value->strides, leaf.place);
     } else {
       if (leaf.tensor.sizes() == sizes && leaf.tensor.is_non_overlapping_and_dense() &&
-          !agree(sizes, leaf.tensor.strides(), strides)) {
+          !agree(sizes, leaf.tensor.strides(), strides) && !has_rows_of(leaf.tensor.strides(), sizes, strides)) {
         // Elements in another order would be read one by one.
         leaf.tensor = empty_strided(leaf.tensor, leaf.tensor.scalar_type(), sizes, strides).copy_(leaf.tensor);
       }
@@ -486,7 +551,7 @@ std::optional<at::Tensor> Builder::run() {
 
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
   Builder builder(recipe);
-  return builder.append(recipe) && (is_alone || builder.is_worth_it()) ? builder.run() : std::nullopt;
+  return builder.append_root() && (is_alone || builder.is_worth_it()) ? builder.run() : std::nullopt;
 }
 
 std::optional<at::Tensor> compute_gradient(

@@ -58,7 +58,8 @@ void add_settings(py::module_& module) {
   module.attr("unpack_mask") = unpack_mask;
   module.def("set_facts", &set_facts);
   module.def("set_up", [=](const py::kwargs& given) {
-    set_formulas({given["reshape"], given["same"], as_strided, given["cast"], unpack_mask});
+    set_formulas(
+        {given["reshape"], given["transpose"], given["permute"], given["same"], as_strided, given["cast"], unpack_mask});
     set_callbacks(given);
   });
   module.def("set_smallest", &set_smallest);
