@@ -2559,3 +2559,43 @@ def test_a_clone_of_what_came_from_a_half_type(device):
     clones = [value for value in scope.values() if value.is_recipe and value.source == "CloneBackward0"]
     assert [root.held.dtype for value in clones for root in value.roots] == ([torch.bfloat16] if device == "cuda" else [])
     loss.backward()
+
+
+def test_what_several_ops_compute_of_the_same_is_computed_once(device):
+    """As autocast's casts of one tensor for query, key and value."""
+    torch.manual_seed(0)
+    norm, layers = nn.LayerNorm(64).to(device), nn.ModuleList(nn.Linear(64, 64) for _ in range(3)).to(device)
+    x = torch.randn(16, 32, 64, device=device, requires_grad=True)
+
+    def run(scope):
+        with torch.autocast(device, torch.bfloat16), scope():
+            h = norm(Keep.apply(x).float()).float()
+            loss = sum(layer(h).float().square().mean() for layer in layers)
+        return torch.autograd.grad(loss, [x, *norm.parameters(), *layers.parameters()])
+
+    same_with_scope(run)
+    with torch.autocast(device, torch.bfloat16), Scope() as scope:
+        h = norm(Keep.apply(x).float()).float()
+        loss = sum(layer(h).float().square().mean() for layer in layers)
+    casts = [value.operands[0] for value in scope.values() if value.is_recipe and value.sizes == [512, 64]]
+    first, *others = casts
+    assert [cast.formula for cast in others] == [same, same] and {cast.operands[0] for cast in others} == {first}
+    del loss
+
+
+def test_the_same_of_what_was_written_to_since(device):
+    """Each is its own tensor: a write to one is an error for its saver alone."""
+    x = torch.randn(64, 64, device=device, requires_grad=True)
+
+    def run(scope):
+        with scope():
+            h = Keep.apply(x)
+            first, second = h.to(torch.bfloat16), h.to(torch.bfloat16)
+            one, other = Keep.apply(first), Keep.apply(second)
+            with torch.no_grad():
+                first.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(one.sum(), x, retain_graph=True)
+        return torch.autograd.grad(other.sum(), x)
+
+    same_with_scope(run)

@@ -112,13 +112,14 @@ def upsample_nearest(input, output_size, *scales):
             input, output_size, *scales
         )
     is_channels_last = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if is_channels_last else torch.contiguous_format
-    output = torch.empty((*input.shape[:2], *output_size), dtype=input.dtype, device=input.device, memory_format=layout)
-    to = output
-    for dim, size in reversed([*enumerate(sizes, 2)]):
-        to, input = to.unflatten(dim, (size, -1)), input.unsqueeze(dim + 1)
-    to.copy_(input.expand_as(to))
-    return output
+    repeated, first = (input.movedim(1, -1), 1) if is_channels_last else (input, 2)
+    shape = [*repeated.shape]
+    shape[first : first + len(sizes)] = output_size
+    for dim, size, output in reversed([*zip(range(first, 5), sizes, output_size)]):
+        repeated = repeated.unsqueeze(dim + 1)
+        repeated = repeated.expand([output // size if i == dim + 1 else -1 for i in range(repeated.dim())])
+    copy = _C.recipes.contiguous(repeated).view(shape)
+    return copy.movedim(-1, 1) if is_channels_last else copy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, programs
-from activations_cuda.recipes.rules import OF_ALL_OUTPUTS, RULES, RULES_WITH_CONVOLUTIONS
-from activations_cuda.recipes.step import DTYPE, SHAPE, NothingYet, Op, Step, Underivable, computing
+from activations_cuda.recipes.rules import RULES, RULES_WITH_CONVOLUTIONS
+from activations_cuda.recipes.step import DTYPE, NUMBER, SHAPE, NothingYet, Op, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
 unpack = _C.recipes.unpack
@@ -120,7 +120,6 @@ _C.recipes.set_up(
     cast=torch.Tensor.to,
     same=formulas.same,
     rule_of_op=Op,
-    of_all_outputs=OF_ALL_OUTPUTS,
     underivable=Underivable,
     nothing_yet=NothingYet,
     norm_functions={
@@ -132,8 +131,7 @@ _C.recipes.set_up(
     is_right=_is_right,
     functions=_C,
     failed=_failed,
-    cast_node="ToCopyBackward0",
-    clone_node="CloneBackward0",
     shape=SHAPE,
     dtype=DTYPE,
+    number=NUMBER,
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, norms
-from activations_cuda.recipes.step import DTYPE, SHAPE, Op, Result, Step, Underivable
+from activations_cuda.recipes.step import DTYPE, NUMBER, SHAPE, Op, Result, Step, Underivable
 
 aten = torch.ops.aten
 
@@ -37,13 +37,13 @@ def binary(formula: Callable[..., Tensor], *arguments: str) -> Op:
     return op(formula, *arguments, operands=("self", "other"))
 
 
-def one_of(formula: Callable[..., Any], *arguments: str) -> Callable[[Step], Result]:
-    """The rule of an op with several outputs."""
+def one_of(formula: Callable[..., Any], *arguments: str) -> Op:
+    """The rule of each output of an op that has several."""
 
     def output(input, number, *arguments):
         return formula(input, *arguments)[number]
 
-    return lambda step: (output, (step.operand(0),), (step.number, *step.arguments(*arguments)))
+    return unsaved(output, NUMBER, *arguments)
 
 
 def indexed(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
@@ -250,6 +250,3 @@ CONVOLUTION = "stride", "padding", "dilation", "transposed", "output_padding", "
 
 # Those of recompute(convolutions=True).
 RULES_WITH_CONVOLUTIONS = {**RULES, "ConvolutionBackward0": depthwise_convolution}
-
-# All outputs of these follow by their rule; of other ops the first alone, since the others are statistics or indices.
-OF_ALL_OUTPUTS = {"SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"}

@@ -15,7 +15,7 @@ from activations_cuda import _C
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-SHAPE, DTYPE = "shape of the output", "dtype of the output"
+SHAPE, DTYPE, NUMBER = "shape of the output", "dtype of the output", "number of the output"
 
 
 class Underivable(Exception):
@@ -43,7 +43,8 @@ class Op:
         formula: what computes the output.
         operands: of the op, by the names under which the node saves them (None: it doesn't, and the graph must tell); or None
             for all of an op that joins any number of them along a dimension, its first argument.
-        arguments: names of what else it is given, under which the node saves it; also SHAPE and DTYPE.
+        arguments: names of what else it is given, under which the node saves it; also SHAPE, DTYPE and NUMBER. Without the
+            last it is the rule of the first output alone: others are mostly statistics or indices.
         saved: names of other tensors that the node saved, which are operands of the formula too.
         convert: what makes the formula's arguments of the node's, or None if there is no recipe.
         when: the name of what must be true.
@@ -65,7 +66,7 @@ class Op:
         self.formula, self.convert, self.otherwise = formula, convert, otherwise
         self.operands = None if operands is None else tuple(map(_as_packed, operands))
         self.saved = tuple(map(_as_packed, saved))
-        self.arguments = tuple(name if name in (SHAPE, DTYPE) else "_saved_" + name for name in arguments)
+        self.arguments = tuple(name if name in (SHAPE, DTYPE, NUMBER) else "_saved_" + name for name in arguments)
         self.when = when and "_saved_" + when
 
 

@@ -182,6 +182,7 @@ struct Data {
     }
     for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("arguments"))) {
       arguments.push_back(name.ptr());
+      is_of_each_output |= name.is(callbacks().number);
     }
   }
 
@@ -191,7 +192,7 @@ struct Data {
   };
 
   py::object rule, formula, when, otherwise, convert;  // the first owns the names
-  bool is_joined;
+  bool is_joined, is_of_each_output = false;
   std::vector<Operand> operands;
   std::vector<PyObject*> arguments;
 };
@@ -265,15 +266,11 @@ bool by_origin(Step& step, const Origin& origin, Value& recipe) {
   return true;
 }
 
-bool is_cast(const torch::autograd::Node& node) {
-  return name_of(node).equal(callbacks().cast_node);
-}
-
 // Of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and is kept so. Or
 // of its clone, as group norm makes one of what is channels-last.
 bool by_narrowing(Step& step, Value& recipe) {
-  const bool is_clone = !is_cast(*step.node);
-  const NodePointer& cast = is_clone ? step.node->next_edge(0).function : step.node;
+  const bool is_of_clone = is_clone(*step.node);
+  const NodePointer& cast = is_of_clone ? step.node->next_edge(0).function : step.node;
   if (!cast || !is_cast(*cast)) {
     return false;
   }
@@ -291,7 +288,7 @@ bool by_narrowing(Step& step, Value& recipe) {
   recipe.formula = formulas().cast;
   recipe.operands = {keep(step.tensor->to(dtype), name_of(*edge.function), attribute(step.hook, NAME("outer")))};
   recipe.arguments = py::make_tuple(dtype_object(at::kFloat));
-  if (!is_clone) {  // a clone's layout is its own
+  if (!is_of_clone) {  // a clone's layout is its own
     note(recipe.operands[0], edge.function, edge.input_nr);
   }
   return true;
@@ -323,7 +320,8 @@ py::object derive(Step step) {
   const py::object name = name_of(*step.node);
   const py::object rules = attribute(step.hook, NAME("rules"));  // by the names of nodes
   const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
-  if (step.depth > kMaxDepth || (step.number && !contains(callbacks().of_all_outputs, name))) {
+  const bool is_data = rule && is_instance(rule, callbacks().rule_of_op);
+  if (step.depth > kMaxDepth || (step.number && !(is_data && data_of(rule).is_of_each_output))) {
     return {};
   }
   const auto made = [&](const auto& describe) {
@@ -343,12 +341,12 @@ py::object derive(Step step) {
   const auto by = [&](const py::object& function) {
     return made([&](Value& recipe) { return by_function(step, function, recipe); });
   };
-  if (!is_instance(rule, callbacks().rule_of_op)) {
+  if (!is_data) {
     return by(rule);
   }
   const Data& data = data_of(rule);
   py::object result = made([&](Value& recipe) { return by_data(step, data, recipe); });
-  if (!result && (is_cast(*step.node) || name.equal(callbacks().clone_node))) {
+  if (!result && (is_cast(*step.node) || is_clone(*step.node))) {
     return made([&](Value& recipe) { return by_narrowing(step, recipe); });
   }
   return result || data.otherwise.is_none() ? result : by(data.otherwise);

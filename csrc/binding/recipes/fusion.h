@@ -20,4 +20,7 @@ std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false);
 std::optional<at::Tensor> compute_gradient(
     Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors = {}, bool is_alone = false);
 
+// A contiguous copy. Into another order of dimensions, or repeated, PyTorch's on a GPU takes twice a copy's time.
+at::Tensor contiguous(const at::Tensor& tensor);
+
 }  // namespace fastact::recipes

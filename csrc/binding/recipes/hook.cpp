@@ -78,7 +78,7 @@ bool is_ordinary(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   const auto& types = callbacks().plain_types;
   if (std::none_of(types.begin(), types.end(), [&](py::handle each) { return each.ptr() == type; })) {
-    return py::cast<bool>(attribute(hook, NAME("assumes"))) && tensor.layout() == at::kStrided;
+    return assumes(hook) && tensor.layout() == at::kStrided;
   }
   if (c10::impl::dispatch_mode_enabled()) {
     return false;
@@ -98,7 +98,7 @@ bool is_small(const at::Tensor& owner) {
     return bytes < smallest.any;
   }
   const auto& node = owner.grad_fn();
-  return node && name_of(*node).equal(callbacks().cast_node) && is_leaf(node->next_edge(0));
+  return node && is_cast(*node) && is_leaf(node->next_edge(0));
 }
 
 // Whether autograd calls another function, which calls the hook.

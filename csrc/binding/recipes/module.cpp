@@ -92,8 +92,9 @@ void add_step(py::module_& module) {
   });
 }
 
-// For recipes/verification.py.
+// For recipes/verification.py and formulas.py.
 void add_verification(py::module_& module) {
+  module.def("contiguous", [](py::handle tensor) { return wrapped(contiguous(THPVariable_Unpack(tensor.ptr()))); });
   module.def("choose", [](int64_t configuration, const py::object& formula, bool fuses) {
     chosen()[configuration] = {formula, fuses};
   });

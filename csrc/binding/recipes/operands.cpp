@@ -27,7 +27,7 @@ py::object find_leaf(const at::Tensor& parameter, const Node& reader, const Node
     note(value, node, number);
     return value;
   }
-  if (depth > 1 || !name_of(reader).equal(callbacks().cast_node)) {
+  if (depth > 1 || !is_cast(reader)) {
     return copy_of(parameter);
   }
   py::object value = keep(parameter, py::none(), py::none());  // a module's own weight, cast
@@ -173,6 +173,9 @@ py::object argument(Step& step, PyObject* name) {
       shape[dim] = sizes[dim];
     }
     return std::move(shape);
+  }
+  if (name == callbacks().number.ptr()) {
+    return py::int_(step.number);
   }
   return argument(step.python(), name);
 }

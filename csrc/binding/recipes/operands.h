@@ -37,7 +37,7 @@ py::object operand(Step& step, size_t i, PyObject* name);
 // The value, number or None behind what a node saved. Other hooks than this one, which may have seen it, aren't called.
 py::object saved(py::handle node, PyObject* name);
 
-// What a node says about its op; in a rule also the output's own dtype or shape.
+// What a node says about its op; in a rule also the output's own dtype, shape or number.
 py::object argument(py::handle node, PyObject* name);
 py::object argument(Step& step, PyObject* name);
 

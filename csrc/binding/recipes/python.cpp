@@ -32,4 +32,12 @@ py::object name_of(const torch::autograd::Node& node) {
   return name;
 }
 
+bool is_cast(const torch::autograd::Node& node) {
+  return name_of(node).equal(py::handle(NAME("ToCopyBackward0")));
+}
+
+bool is_clone(const torch::autograd::Node& node) {
+  return name_of(node).equal(py::handle(NAME("CloneBackward0")));
+}
+
 }  // namespace fastact::recipes

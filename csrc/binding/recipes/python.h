@@ -29,7 +29,6 @@ struct NormFunctions {
 struct Callbacks {
   explicit Callbacks(const py::kwargs& given)
       : rule_of_op(given["rule_of_op"]),
-        of_all_outputs(given["of_all_outputs"]),
         underivable(given["underivable"]),
         nothing_yet(given["nothing_yet"]),
         plain_types(given["plain_types"]),
@@ -39,24 +38,21 @@ struct Callbacks {
         functions(given["functions"]),
         failed(given["failed"]),
         table(given["table"]),
-        cast_node(py::str(given["cast_node"])),
-        clone_node(py::str(given["clone_node"])),
         shape(given["shape"]),
-        dtype(given["dtype"]) {}
+        dtype(given["dtype"]),
+        number(given["number"]) {}
 
-  py::object rule_of_op;      // the class of the rules that are data
-  py::object of_all_outputs;  // names of the nodes whose rules are for every output
-  py::object underivable;     // raised where a rule asks for what can't be derived
-  py::object nothing_yet;     // raised where the hooks around the scope give nothing back yet
+  py::object rule_of_op;   // the class of the rules that are data
+  py::object underivable;  // raised where a rule asks for what can't be derived
+  py::object nothing_yet;  // raised where the hooks around the scope give nothing back yet
   py::tuple plain_types;
   NormFunctions norm_functions;
-  py::object step;                // (hook, node, number, tensor, depth) -> formula, operands, arguments
-  py::object is_right;            // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
-  py::object functions;           // this package's, by their names
-  py::object failed;              // (tensor, error)
-  py::object table;               // (formula, arguments, dtype, like) -> the table of a function of one number, or None
-  py::str cast_node, clone_node;  // the names of nodes
-  py::object shape, dtype;        // what stands among a rule's arguments for the output's own
+  py::object step;                  // (hook, node, number, tensor, depth) -> formula, operands, arguments
+  py::object is_right;              // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object functions;             // this package's, by their names
+  py::object failed;                // (tensor, error)
+  py::object table;                 // (formula, arguments, dtype, like) -> the table of a function of one number, or None
+  py::object shape, dtype, number;  // what stands among a rule's arguments for the output's own
 };
 
 // Set when activations_cuda.recipes is imported.
@@ -94,15 +90,8 @@ inline bool is_instance(py::handle object, py::handle type) {
   return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 
-// As pybind11's contains(), which looks the method up by its name.
-inline bool contains(const py::object& set, const py::object& key) {
-  const int found = PySet_Contains(set.ptr(), key.ptr());
-  if (found < 0) {
-    throw py::error_already_set();
-  }
-  return found > 0;
-}
-
 py::object name_of(const torch::autograd::Node& node);
+bool is_cast(const torch::autograd::Node& node);
+bool is_clone(const torch::autograd::Node& node);
 
 }  // namespace fastact::recipes

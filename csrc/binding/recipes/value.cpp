@@ -1,6 +1,7 @@
 #include "value.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/hash.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -20,19 +21,11 @@ struct Object {
 };
 
 struct Hash {
-  size_t operator()(const Output& output) const {
-    return std::hash<void*>()(output.first) ^ (output.second * 0x9e3779b97f4a7c15);
+  template <class Key>
+  size_t operator()(const Key& key) const {
+    return c10::hash<Key>()(key);
   }
-  size_t operator()(const std::pair<PyObject*, int64_t>& key) const {
-    return std::hash<void*>()(key.first) ^ (static_cast<size_t>(key.second) * 0x9e3779b97f4a7c15);
-  }
-  size_t operator()(const Configuration& numbers) const {
-    size_t hash = numbers.size();
-    for (const int64_t number : numbers) {
-      hash = (hash ^ static_cast<size_t>(number)) * 0x100000001b3 + (hash >> 29);
-    }
-    return hash;
-  }
+  size_t operator()(const Configuration& numbers) const { return c10::get_hash(at::IntArrayRef(numbers)); }
 };
 
 // Never destroyed: values outlive this library's other variables.

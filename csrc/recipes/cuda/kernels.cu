@@ -112,7 +112,7 @@ bool start_form(Launch& launch, cudaStream_t stream) {
 constexpr auto number = Layout::number, stash = Layout::stash, dense = Layout::dense, dense_any = Layout::dense_any,
                column = Layout::column, half_column = Layout::half_column, row = Layout::row, same_row = Layout::same_row,
                gate = Layout::gate, any = Layout::any;
-constexpr int two = 2, three = 3, more = 4;  // dimensions
+constexpr int two = 2, three = 3, more = 4, all = Program::kMaxDims;  // dimensions
 
 using Load = InstructionOf<Opcode::load, dense>;
 using LoadAny = InstructionOf<Opcode::load, dense_any>;
@@ -199,8 +199,9 @@ void start_common(Launch& launch, cudaStream_t stream) {
           Form<2, two, Load, InstructionOf<Opcode::layer_norm, row, same_row, half_column, half_column>>,
           Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
           Form<1, two, LoadAny, Multiply<row>, Multiply<column>>, Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
-          Form<4, two, Load, LookUp, Multiply<dense>>,                                          // SwiGLU
-          Form<2, two, LoadAny>, Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
+          Form<4, two, Load, LookUp, Multiply<dense>>,                            // SwiGLU
+          Form<2, two, LoadAny>, Form<2, all, InstructionOf<Opcode::load, any>>,  // repeated by upsampling
+          Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,           // GELU, composed
           Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,
           Form<2, two, LoadAny, Bits, Multiply<number>>,  // dropout
           Form<2, two, LoadAny, Bits, Multiply<number>, Add<dense_any>>,
