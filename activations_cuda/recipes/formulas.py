@@ -115,7 +115,7 @@ def upsample_nearest(input, output_size, *scales):
     repeated, first = (input.movedim(1, -1), 1) if is_channels_last else (input, 2)
     shape = [*repeated.shape]
     shape[first : first + len(sizes)] = output_size
-    for dim, size, output in reversed([*zip(range(first, 5), sizes, output_size)]):
+    for dim, (size, output) in reversed([*enumerate(zip(sizes, output_size, strict=True), first)]):
         repeated = repeated.unsqueeze(dim + 1)
         repeated = repeated.expand([output // size if i == dim + 1 else -1 for i in range(repeated.dim())])
     copy = _C.recipes.contiguous(repeated).view(shape)
