@@ -25,7 +25,7 @@ from activations_cuda.survey import (
     name_of_ours,
     run_copy,
     running_module,
-    saved_storages,
+    saved_tensors,
     storages_of,
     summary,
 )
@@ -45,10 +45,11 @@ def require(name: str) -> Any:
 
 def saved_bytes(function: Callable[..., Any], *arguments: Any) -> int:
     """The bytes that autograd saves for the backward pass of function(*arguments)."""
-    with saved_storages(lambda: None) as storages:
+    with saved_tensors(lambda: None) as saved:
         output = function(*arguments)
-    del output  # until here it holds all that was counted
-    return sum(storage.size for storage in storages.values())
+    storages = {StorageWeakRef(part): part.nbytes() for tensor, _ in saved() for part in storages_of(tensor)}
+    del output  # until here it holds all that is counted
+    return sum(storages.values())
 
 
 @dataclass(frozen=True)

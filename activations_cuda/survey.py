@@ -9,6 +9,7 @@ import logging
 import random
 import sys
 import threading
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -110,21 +111,17 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 @contextmanager
-def saved_storages(owner: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> Iterator[dict[StorageWeakRef, _Storage]]:
-    """Yields a dict that collects what autograd saves, but for some tensors, and what owner() returns each time."""
-    left_out = {StorageWeakRef(storage) for tensor in but for storage in storages_of(tensor.detach())}
-    storages: dict[StorageWeakRef, _Storage] = {}
+def saved_tensors(owner: Callable[[], Any]) -> Iterator[Callable[[], Iterator[tuple[Tensor, Any]]]]:
+    """Yields a function that gives what autograd has saved and still holds, each with what owner() returned then."""
+    saved = []
 
     def pack(tensor):
         tensor = tensor.detach()  # because an output keeps its own graph alive
-        for storage in storages_of(tensor):
-            key = StorageWeakRef(storage)
-            if key not in left_out:
-                storages.setdefault(key, _Storage(storage.nbytes())).savers.append(owner())
+        saved.append((weakref.ref(tensor), owner()))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield storages
+        yield lambda: ((tensor, owner) for reference, owner in saved if (tensor := reference()) is not None)
 
 
 def name_of_ours(func: Any) -> str:
@@ -176,7 +173,7 @@ class _Watch(TorchFunctionMode):
         finally:
             self.call = None
         if _C.family[self.calls[-1].function].saves_output and isinstance(output, Tensor):
-            self.outputs.append((self.calls[-1], output, output._version))
+            self.outputs.append((self.calls[-1], output.detach(), output._version))  # whose graph may be freed
         return output
 
     def _new_call(self, function, args, kwargs, is_ours):
@@ -422,23 +419,25 @@ class Survey:
             running = stack.enter_context(running_module(copier, model, self.names))
             watch = _Watch(running, lambda module: calls_from_forward(copier(module)))
 
-            def owner():
-                if watch.call is not None:
-                    watch.call.saves = True
-                return running(), watch.call
-
-            saved = stack.enter_context(saved_storages(owner, but=(*model.parameters(), *model.buffers())))
+            saved = stack.enter_context(saved_tensors(lambda: (running(), watch.call)))
             stack.enter_context(watch)
-            stack.callback(watch.outputs.clear)  # their graphs hold `owner`, and so these
             output = model(*args, **kwargs)
+            storages: dict[StorageWeakRef, _Storage] = {}
+            own = {StorageWeakRef(part) for each in (*model.parameters(), *model.buffers()) for part in storages_of(each)}
+            for tensor, (module, call) in saved():
+                if call is not None:
+                    call.saves = True
+                for storage in storages_of(tensor):
+                    if (key := StorageWeakRef(storage)) not in own:
+                        storages.setdefault(key, _Storage(storage.nbytes())).savers.append((module, call))
             for call, tensor, version in watch.outputs:
                 storage = tensor.untyped_storage()
                 call.saves_output = True
                 call.is_overwritten |= tensor._version != version
-                saved.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
-        del output  # until here it holds all that was counted
+                storages.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
+        del output  # until here it holds all that is counted
         copier.copies.clear()
-        self.storages = list(saved.values())
+        self.storages = list(storages.values())
         self.calls = watch.calls
 
     def _unit(self, call):
@@ -495,19 +494,19 @@ class Survey:
 
     def decisions(self) -> tuple[Decision, ...]:
         """One for each function that a module calls and for each module of the family, in the model's order."""
-        calls: defaultdict[tuple[nn.Module, str], list[_Call]] = defaultdict(list)
+        calls: defaultdict[nn.Module, defaultdict[str, list[_Call]]] = defaultdict(lambda: defaultdict(list))
         for call in self.calls:
-            calls[call.module, call.function].append(call)
+            calls[call.module][call.function].append(call)
         gains = self._gains(self.chosen)
         result = []
         for module, name in self.names.items():
             original = original_of(type(module))
-            functions = [function for owner, function in calls if owner is module]
+            functions = list(calls[module])
             if not functions and original in FUNCTIONS and FUNCTIONS[original] in self.considered:
                 functions = [FUNCTIONS[original]]
             for function in functions:
                 unit = module, function
-                reason = self._reason(unit, calls[unit], gains)
+                reason = self._reason(unit, calls[module][function], gains)
                 result.append(Decision(name, original.__name__, function, unit in self.converted, reason))
         return tuple(result)
 
