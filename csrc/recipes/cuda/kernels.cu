@@ -206,7 +206,8 @@ void start_common(Launch& launch, cudaStream_t stream) {
           Form<2, two, LoadAny, Bits, Multiply<number>>,  // dropout
           Form<2, two, LoadAny, Bits, Multiply<number>, Add<dense_any>>,
           Form<2, more, LoadAny, Multiply<any>, Add<dense_any>>,  // layer scale
-          Form<2, more, LoadAny, Multiply<any>, Multiply<any>, Add<dense_any>>>(launch, stream) ||
+          Form<2, more, LoadAny, Multiply<any>, Multiply<any>, Add<dense_any>>,
+          Form<2, more, LoadAny, Multiply<any>, Stash, LoadAny, LayerNorm, Add<stash>>>(launch, stream) ||
       start<T, n, Interpreted>(launch, stream);
 }
 
