@@ -1,23 +1,20 @@
 """Copies of a model and of its inputs to run a forward pass on: what that pass writes to their attributes, it writes to the
 copies.
 
-A copy goes as deep as Python goes. Containers, plain objects, closures and bound methods are copied; what is implemented in C
-(locks, files, sockets), what has a finalizer and what belongs to threads, loggers or process groups is shared.
+A copy goes as deep as pickle goes, and into closures, bound methods and weak references. What can't be pickled (locks, files,
+generators), what has a finalizer and what belongs to threads, loggers or process groups is shared.
 """
 
 import dis
-import random
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from copy import copy as shallow_copy
 from copy import deepcopy
-from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
-from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -40,11 +37,13 @@ SHARED = (
     "threading.",
     "torch._",
     "torch.distributed.",
+    "torch.fx.",
     "torch.jit.",
+    "torch.storage.",
 )
-RANDOM = random.Random, torch.Generator  # whose state a forward pass changes
 CONTAINERS = dict, list, set, OrderedDict, defaultdict, deque
-WEAK_CONTAINERS = weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
+# Copies do without what is called at the end of what they refer to.
+REFERENCES = {weakref.ref: weakref.ref, weakref.KeyedRef: weakref.ref, weakref.WeakMethod: weakref.WeakMethod}
 CACHED = type(lru_cache(len))
 # What hooks call that does more than compute.
 EFFECTS = frozenset({"print", "open", "input", "breakpoint", "exec", "eval", "setattr", "delattr"})
@@ -78,14 +77,6 @@ def moved_by_wrapper(model: nn.Module, inputs: Any) -> Any:
     if not device_ids:  # on the CPU
         return inputs
     return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to(device_ids[0]), inputs)
-
-
-def _listed(values: Callable[[], Iterable[Any]]) -> list[Any]:
-    while True:
-        try:
-            return list(values())
-        except RuntimeError:  # another thread has changed it meanwhile
-            continue
 
 
 def _is_of(kind, packages):
@@ -124,11 +115,6 @@ def _keep_open(self):
     """In place of a finalizer: what it would close is still the module's."""
 
 
-def _empty(kind):
-    """An instance without contents; raises TypeError for most classes of C's."""
-    return (kind if kind is SimpleNamespace else object).__new__(kind)
-
-
 def _containers_of(kind):
     """The containers and tensors among a class's attributes, which its code may write to."""
     kinds = (each for each in reversed(kind.__mro__) if not _is_of(each, ("torch.", "builtins.")))
@@ -145,19 +131,40 @@ def _has_values(function):
 
 
 def _is_hashed_by_identity(key):
-    """Whether a key is, or everything in it that isn't atomic."""
+    """Whether it is, or everything in it that isn't atomic."""
     if type(key) is tuple:
-        return any(map(_is_hashed_by_identity, key)) and all(
-            type(each) in ATOMIC or _is_hashed_by_identity(each) for each in key
-        )
-    return issubclass(type(key), (Tensor, nn.Module))
+        return all(type(each) in ATOMIC or _is_hashed_by_identity(each) for each in key)
+    hashed = key() if type(key) is weakref.ref else key
+    return type(hashed).__hash__ in (object.__hash__, Tensor.__hash__)
+
+
+def _is_shared(value, kind):
+    """Whether it has what a copy must not: an identity that others ask for, a finalizer, threads or processes."""
+    if kind is BuiltinFunctionType and type(value.__self__) in ATOMIC:  # a function, no method of what is copied
+        return True
+    return kind is object or issubclass(kind, (type, ModuleType)) or hasattr(kind, "__del__") or _is_of(kind, SHARED)
+
+
+def _reduced(value):
+    """What the pickle protocol makes a copy of: a function, its arguments, a state, a list's items and a dict's."""
+    while True:
+        function, arguments, *rest = value.__reduce_ex__(4)
+        state, items, pairs = (rest + [None] * 3)[:3]
+        try:
+            return function, arguments, state, list(items or ()), list(pairs or ())
+        except RuntimeError:  # another thread has changed it meanwhile
+            continue
+
+
+class _CannotBeCopied(TypeError):
+    """Raised for a module, which isn't shared as other objects are."""
 
 
 class Copier:
     """Called with a value, returns its copy, the same one for the same value.
 
-    A converted module's copy has its original class again, wrappers call the module within, and of hooks there are only those
-    that may matter to the result.
+    As copy.deepcopy, but what can't be copied is shared, and a chain of objects may be long. A converted module's copy has its
+    original class again, wrappers call the module within, and of hooks there are only those that may matter to the result.
 
     Args:
         of_tensor: copies a tensor.
@@ -169,31 +176,43 @@ class Copier:
         self.unfilled: list[Callable[[], None]] = []
 
     def __call__(self, value: Any) -> Any:
-        result = self._copy(value)
-        while self.unfilled:
-            self.unfilled.pop()()
-        return result
+        others, self.unfilled = self.unfilled, []
+        try:
+            copy = self._copy(value)
+            while self.unfilled:
+                self.unfilled.pop()()
+        finally:
+            others += self.unfilled  # after an error
+            self.unfilled = others
+        return copy
 
     def _copy(self, value):
         kind = type(value)
         if kind in ATOMIC:
             return value
         if id(value) not in self.copies:
+            self.copies[id(value)] = value, value  # until there is a copy
             try:
                 self._start(value, kind)
-            except torch.cuda.OutOfMemoryError:  # the model's own tensor is no copy
+            except (_CannotBeCopied, torch.cuda.OutOfMemoryError):  # the model's own tensor is no copy
                 raise
             except Exception as error:
                 if issubclass(kind, nn.Module):
-                    raise TypeError(f"expected a model that can be copied, got {kind.__name__} in it: {error}") from error
-                self.copies[id(value)] = value, value  # no copy can be made of it
+                    raise _CannotBeCopied(f"expected a model that can be copied, got {kind.__name__} in it: {error}") from error
+                self.copies[id(value)] = value, value
         return self.copies[id(value)][1]
 
     def _all(self, values):
         return [value if type(value) in ATOMIC else self._copy(value) for value in values]
 
+    def _items(self, items):
+        for key, value in items:
+            # Other keys may have a hash of what isn't filled yet.
+            key = self._copy(key) if type(key) not in ATOMIC and _is_hashed_by_identity(key) else key
+            yield key, value if type(value) in ATOMIC else self._copy(value)
+
     def _start(self, value, kind):
-        """Remembers the copy of a value; one that may contain itself is filled later."""
+        """Remembers the copy of a value; the attributes of one that may contain itself are filled in later."""
         if issubclass(kind, Tensor):
             copy = self.of_tensor(value)
         elif issubclass(kind, nn.Module) and not issubclass(kind, torch.jit.ScriptModule):
@@ -204,79 +223,44 @@ class Copier:
             self.unfilled.append(fill)
         elif kind is MethodType:
             copy = MethodType(self._copy(value.__func__), self._copy(value.__self__))
-        elif kind is BuiltinFunctionType:  # a method, as list.append, or a function of a module
-            owner = self._copy(value.__self__)
-            copy = value if owner is value.__self__ else getattr(owner, value.__name__)
         elif kind is CACHED:
             copy = lru_cache(**value.cache_parameters())(self._copy(value.__wrapped__))
-        elif kind is partial:
-            copy = partial(self._copy(value.func), *self._all(value.args), **dict(self._items(value.keywords)))
-        elif issubclass(kind, (tuple, frozenset)):
-            base = tuple if issubclass(kind, tuple) else frozenset
-            before = list(base.__iter__(value))
-            after = self._all(before)
-            if all(a is b for a, b in zip(before, after, strict=True)):
-                copy = value
-            elif hasattr(kind, "n_sequence_fields"):  # as torch.return_types.max
-                copy = kind(after)
-            else:
-                copy = base.__new__(kind, after)
-        elif base := next((base for base in (OrderedDict, dict, list, set, deque) if issubclass(kind, base)), None):
-            copy = base.__new__(kind)
-            if base is deque:
-                deque.__init__(copy, (), value.maxlen)
-            if issubclass(kind, defaultdict):
-                defaultdict.__init__(copy, value.default_factory)
-            self.unfilled += (lambda: self._fill(copy, value, base), lambda: self._fill_object(copy, value))
-        elif kind in (weakref.ref, weakref.WeakMethod):
-            copy = value if value() is None else kind(self._copy(value()))
+        elif kind is tuple:
+            copy = tuple(self._all(value))
+        elif kind in REFERENCES:
+            copy = value if value() is None else REFERENCES[kind](self._copy(value()))
         elif kind in (weakref.ProxyType, weakref.CallableProxyType):
             copy = weakref.proxy(self._copy(value.__init__.__self__))
-        elif kind in WEAK_CONTAINERS:
-            copy = kind()
-            self.unfilled.append(lambda: self._fill_weakly(copy, value))
-        elif issubclass(kind, RANDOM) or _is_of(kind, ("numpy.", "itertools.", "array.")) or kind is bytearray:
+        elif kind is torch.Generator:  # whose state is a tensor
             copy = deepcopy(value)
-        elif kind.__module__ == "builtins" and hasattr(kind, "__next__"):
-            make, arguments, *place = value.__reduce__()
-            copy = iter(self._all(list(shallow_copy(value)))) if place else make(*self._all(arguments))
-        elif issubclass(kind, (type, Enum, FunctionType)) or kind is object or hasattr(kind, "__del__") or _is_of(kind, SHARED):
+        elif _is_shared(value, kind):
             copy = value
         else:
-            copy = _empty(kind)
-            self.unfilled.append(lambda: self._fill_object(copy, value))
+            self._reconstruct(value, kind)
+            return
         self.copies[id(value)] = value, copy
 
-    def _items(self, values, base=dict):
-        items = _listed(lambda: base.items(values))
-        return zip(self._keys(key for key, _ in items), self._all(value for _, value in items), strict=True)
+    def _reconstruct(self, value, kind):
+        function, arguments, state, items, pairs = _reduced(value)
+        copy = function(*map(self, arguments))
+        self.copies[id(value)] = value, copy
+        if hasattr(kind, "__setstate__") and state is not None:
+            copy.__setstate__(self(state))
+        elif state is not None:
+            self.unfilled.append(lambda: self._fill(copy, state))
+        # Past methods of the user's own, which may do more.
+        base = next(base for base in (OrderedDict, dict, list, kind) if issubclass(kind, base))
+        for item in self._all(items):
+            base.append(copy, item)
+        for key, item in self._items(pairs):
+            base.__setitem__(copy, key, item)
 
-    def _keys(self, keys):
-        """Others may have a hash of what isn't filled yet."""
-        return [self._copy(key) if _is_hashed_by_identity(key) else key for key in keys]
-
-    def _fill_weakly(self, copy, value):
-        if isinstance(value, weakref.WeakSet):
-            for item in _listed(lambda: value):
-                copy.add(self._copy(item))
-        else:
-            for key, item in _listed(value.items):
-                copy[self._copy(key)] = self._copy(item)
-
-    def _fill(self, copy, value, base):
-        if issubclass(base, dict):
-            for key, item in self._items(value, base):
-                base.__setitem__(copy, key, item)
-        elif base is set:
-            set.update(copy, self._keys(_listed(lambda: set.__iter__(value))))
-        else:
-            base.extend(copy, self._all(_listed(lambda: base.__iter__(value))))
-
-    def _fill_object(self, copy, value):
-        with suppress(AttributeError):
-            attributes = object.__getattribute__(value, "__dict__")
-            vars(copy).update(self._items(attributes))
-        self._fill_slots(copy, value)
+    def _fill(self, copy, state):
+        attributes, slots = state if type(state) is tuple else (state, None)
+        if attributes:
+            vars(copy).update(self._items(list(attributes.items())))
+        for name, value in (slots or {}).items():
+            object.__setattr__(copy, name, self._copy(value))
 
     def _fill_slots(self, copy, value):
         for slot in chain.from_iterable(vars(kind).values() for kind in type(value).__mro__):
@@ -291,9 +275,9 @@ class Copier:
         def fill():
             attributes = _containers_of(kind) | vars(module)
             for name in ("_forward_hooks", "_forward_pre_hooks"):
-                kept = ((key, hook) for key, hook in _listed(attributes.get(name, {}).items) if _keeps_nothing(hook))
+                kept = ((key, hook) for key, hook in list(attributes.get(name, {}).items()) if _keeps_nothing(hook))
                 attributes[name] = OrderedDict(kept)
-            vars(copy).update(self._items(attributes))
+            vars(copy).update(self._items(list(attributes.items())))
             self._fill_slots(copy, module)
             vars(copy)["_compiled_call_impl"] = None
             if (inner := wrapped(module)) is not None:
@@ -308,7 +292,7 @@ class Copier:
 
         def fill():
             copy.__defaults__, copy.__kwdefaults__ = self._copy(function.__defaults__), self._copy(function.__kwdefaults__)
-            vars(copy).update(self._items(vars(function)))
+            vars(copy).update(self._items(list(vars(function).items())))
             for cell, original in zip(cells, closure, strict=True):
                 try:
                     cell.cell_contents = self._copy(original.cell_contents)
