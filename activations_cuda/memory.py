@@ -161,17 +161,17 @@ class Recomputed:
         pack_value = Hook(None, check=False, outer=None, assumes=True).pack
         values = []
         first: dict[StorageWeakRef, nn.Module] = {}
-        with running_module(copier, model, self._modules) as running:
+        running = running_module(copier, self._modules)
 
-            def pack(tensor):
-                value = pack_value(tensor)
-                values.append((weakref.ref(value), tensor.numel() * tensor.element_size(), running()))
-                for storage in _kept_storages(value):
-                    first.setdefault(StorageWeakRef(storage), running())
-                return value
+        def pack(tensor):
+            value = pack_value(tensor)
+            values.append((weakref.ref(value), tensor.numel() * tensor.element_size(), running()))
+            for storage in _kept_storages(value):
+                first.setdefault(StorageWeakRef(storage), running())
+            return value
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), _OutOfPlace():
-                output = model(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), _OutOfPlace():
+            output = model(*args, **kwargs)
         own = {StorageWeakRef(storage) for tensor in (*model.parameters(), *model.buffers()) for storage in storages_of(tensor)}
         kept = {}
         for reference, size, module in values:

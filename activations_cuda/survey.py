@@ -12,11 +12,9 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import signature, unwrap
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,8 +44,6 @@ from activations_cuda.replacements import (
 )
 
 log = logging.getLogger("activations_cuda")
-
-LONG = 2  # seconds, after which a pass shows how far it is
 
 FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
@@ -310,6 +306,11 @@ def _without_reports_of_fakes():
         logger.removeFilter(mute)
 
 
+def _run(run, copier, model, args, kwargs):
+    with _randomness_unchanged([*model.parameters(), *model.buffers()]), _uncompiled(), torch.enable_grad():
+        run(copier, model, args, kwargs)
+
+
 def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
     """Call run(copier, model, args, kwargs) with copies on fake tensors or, if the model depends on values, on real ones."""
     state = [*model.parameters(), *model.buffers()]
@@ -324,7 +325,7 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
         with torch.inference_mode(False), _without_reports_of_fakes():
             copies = copier((model, args, kwargs))
             with nullcontext() if is_there else mode:
-                run(copier, *copies)
+                _run(run, copier, *copies)
     except Exception as error:
         if "saved tensor hooks" in str(error):
             raise RuntimeError(
@@ -341,47 +342,24 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
         try:
             with torch.inference_mode(False):
                 copier = Copier(_clone)
-                run(copier, *copier((model, args, kwargs)))
+                _run(run, copier, *copier((model, args, kwargs)))
         except torch.cuda.OutOfMemoryError:  # most likely the model doesn't take these inputs
             raise error  # noqa: B904 (it has both)
 
 
-def _progress(total):
-    """A bar, where tqdm is there, that shows up if the pass takes long."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        return nullcontext(SimpleNamespace(update=lambda: None))
-    return tqdm(total=total, unit=" modules", delay=LONG, leave=False)
+def running_module(copier: Copier, modules: Collection[nn.Module]) -> Callable[[], nn.Module]:
+    """A function that returns the module whose copy is running; outside of all, the first, which is the model."""
+    originals = {id(copier(module)): module for module in modules}
 
+    def running():
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code is MODULE_CALL and (module := originals.get(id(frame.f_locals["self"]))) is not None:
+                return module
+            frame = frame.f_back
+        return next(iter(modules))
 
-@contextmanager
-def running_module(copier: Copier, model: nn.Module, names: Collection[nn.Module]) -> Iterator[Callable[[], nn.Module]]:
-    """To run a copy's forward pass within; yields a function that returns the original of the module that is running."""
-    running = [next(iter(names))]
-    left = set(names)
-
-    def enter(module, *_):
-        running.append(module)
-        if module in left:
-            left.remove(module)
-            progress.update()
-
-    def leave(*_):
-        running.pop()
-
-    for module in names:
-        copy = copier(module)
-        if copy is not module:  # as a scripted one
-            nn.Module.register_forward_pre_hook(copy, partial(enter, module), prepend=True)
-            nn.Module.register_forward_hook(copy, leave, always_call=True)
-    with (
-        _randomness_unchanged([*model.parameters(), *model.buffers()]),
-        _uncompiled(),
-        torch.enable_grad(),
-        _progress(len(names)) as progress,
-    ):
-        yield lambda: running[-1]
+    return running
 
 
 class Survey:
@@ -415,26 +393,24 @@ class Survey:
 
     def _watch(self, copier, model, args, kwargs):
         """Runs a copy's forward pass and records who saves what."""
-        with ExitStack() as stack:
-            running = stack.enter_context(running_module(copier, model, self.names))
-            watch = _Watch(running, lambda module: calls_from_forward(copier(module)))
+        running = running_module(copier, self.names)
+        watch = _Watch(running, lambda module: calls_from_forward(copier(module)))
 
-            saved = stack.enter_context(saved_tensors(lambda: (running(), watch.call)))
-            stack.enter_context(watch)
+        with saved_tensors(lambda: (running(), watch.call)) as saved, watch:
             output = model(*args, **kwargs)
-            storages: dict[StorageWeakRef, _Storage] = {}
-            own = {StorageWeakRef(part) for each in (*model.parameters(), *model.buffers()) for part in storages_of(each)}
-            for tensor, (module, call) in saved():
-                if call is not None:
-                    call.saves = True
-                for storage in storages_of(tensor):
-                    if (key := StorageWeakRef(storage)) not in own:
-                        storages.setdefault(key, _Storage(storage.nbytes())).savers.append((module, call))
-            for call, tensor, version in watch.outputs:
-                storage = tensor.untyped_storage()
-                call.saves_output = True
-                call.is_overwritten |= tensor._version != version
-                storages.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
+        storages: dict[StorageWeakRef, _Storage] = {}
+        own = {StorageWeakRef(part) for each in (*model.parameters(), *model.buffers()) for part in storages_of(each)}
+        for tensor, (module, call) in saved():
+            if call is not None:
+                call.saves = True
+            for storage in storages_of(tensor):
+                if (key := StorageWeakRef(storage)) not in own:
+                    storages.setdefault(key, _Storage(storage.nbytes())).savers.append((module, call))
+        for call, tensor, version in watch.outputs:
+            storage = tensor.untyped_storage()
+            call.saves_output = True
+            call.is_overwritten |= tensor._version != version
+            storages.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
         del output  # until here it holds all that is counted
         copier.copies.clear()
         self.storages = list(storages.values())

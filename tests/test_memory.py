@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 
 import activations_cuda
 from activations_cuda import __main__ as command
-from activations_cuda import memory, survey
+from activations_cuda import memory
 from activations_cuda.__main__ import main
 from activations_cuda.memory import LayerMemory, memory_report, saved_bytes
 from activations_cuda.replacements import original_of, set_class
@@ -228,19 +228,6 @@ def test_command(model, capsys, tmp_path):
     assert "\nin all" in capsys.readouterr().out
     assert paths[1].stat().st_size > 10000
     assert "do you mean" in fails(["report", model + "0"], capsys)
-
-
-def test_a_long_pass_shows_how_far_it_is(monkeypatch, capsys):
-    pytest.importorskip("tqdm")
-    model = nn.Sequential(*(nn.ReLU6() for _ in range(2000)))
-    monkeypatch.setattr(survey, "LONG", 1000)
-    memory_report(model, torch.empty(2, 2))
-    assert "modules" not in capsys.readouterr().err
-    monkeypatch.setattr(survey, "LONG", 0)
-    memory_report(model, torch.empty(2, 2))
-    assert "/2001" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    memory_report(model, torch.empty(2, 2))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
