@@ -500,3 +500,21 @@ def test_tables_of_zeros_of_either_sign(device):
         with activations_cuda.recompute(check=True):  # raises an error if bits differ
             loss = Keep.apply(activations_cuda.threshold(x * scale * 1.5, 0.1, value)).sum()
         loss.backward()
+
+
+def test_trials_have_the_strides_of_what_they_stand_for():
+    """By which PyTorch's ops on the CPU may read in vectors or not."""
+    strides = set()
+
+    def op(x, w, b, eps):
+        strides.update((each.stride(), each.storage_offset()) for each in (w, b))
+        return norms.native_batch_norm(x, w, b, eps)
+
+    w, b = torch.randn(64, 2).unbind(1)
+    x = torch.randn(128, 64)
+    _, *statistics = norms.native_batch_norm(x, w, b, 1e-5)
+    formula, _ = Candidates(norms.NATIVE, op, norms._closest_of_channels, norms.NATIVE_ON_CPU).choose(
+        x, w, b, *statistics, 1e-5
+    )
+    assert formula is not None
+    assert strides == {((2,), 0), ((2,), 1)}

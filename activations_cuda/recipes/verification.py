@@ -74,6 +74,9 @@ class Candidates:
         if bias is not None:
             statistics = self.op(input, weight, bias, *arguments)[1 : 1 + count]
             product = self.closest(input, *statistics, *arguments)
+            _, bias = _memory_like(bias)
+        if weight is not None:
+            _, weight = _memory_like(weight)
         for trial in range(max(enough, min(MAX_TRIALS_TO_DECIDE, MAX_ELEMENTS_TRIED // size))):
             # PyTorch's own op, which fits, has no program.
             if not formulas or (trial >= enough and (len(formulas) < 2 or not fuses)):
@@ -81,13 +84,13 @@ class Candidates:
             if bias is None and trial > 0:  # which could cancel the product, so the input must show what differs
                 _draw(memory, generator, trial)
             if weight is not None:
-                weight = torch.empty_like(weight).normal_(generator=generator)
+                weight.normal_(generator=generator)
             if bias is not None:
                 # Where summands cancel out, or are next to nothing, their rounding is what is left: half types show it too.
                 if trial % 2:
-                    bias = torch.empty_like(bias).normal_(std=2.0 ** -(trial % 24), generator=generator)
+                    bias.normal_(std=2.0 ** -(trial % 24), generator=generator)
                 else:
-                    bias = (product if weight is None else product * weight).neg().to(bias.dtype)
+                    bias.copy_((product if weight is None else product * weight).neg())
             output, *found = self.op(input, weight, bias, *arguments)
             operands = input, weight, bias, *found[:count]
             formulas = [formula for formula in formulas if _fits(formula, fuses, operands, arguments, output)]
