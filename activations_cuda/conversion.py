@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import partial
 from inspect import signature
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -27,12 +26,11 @@ from activations_cuda.replacements import (
     class_for,
     is_converted,
     is_derived,
-    is_patched,
     original_of,
     recomputes,
     set_class,
 )
-from activations_cuda.survey import Survey, log, summary
+from activations_cuda.survey import Survey, can_convert, log, summary
 
 __all__ = ["ConvertMode", "convert", "converted", "revert"]
 
@@ -71,6 +69,11 @@ def check_model(name: str, model: nn.Module) -> None:
         raise TypeError(f"{name}: expected a torch.nn.Module of Python code, got one of TorchScript: call it before torch.jit")
 
 
+def check_initialized(name: str, model: nn.Module) -> None:
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
+
+
 def arguments_of(
     name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -95,8 +98,6 @@ def arguments_of(
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     if any(isinstance(module, fsdp) for module in model.modules()):
         raise TypeError(f"{name}: expected a model that isn't wrapped yet, got FullyShardedDataParallel: call {name} before it")
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
     called = unwrapped(model)
     is_plain = type(called).__call__ is nn.Module.__call__ and not hasattr(called.forward, "__wrapped__")
     if is_plain and not called._forward_pre_hooks:  # which may add arguments
@@ -118,8 +119,6 @@ def _check_forward(model):
             f"convert: with recompute=True expected a model whose class has a forward, got {got}: {net} "
             "`with activations_cuda.recompute():` around the forward pass"
         )
-    if getattr(model, "cls_to_become", None) is not None:  # its class, as of its first call
-        raise ValueError(f"convert: expected a model whose parameters are initialized, got {kind.__name__}: call it once")
     if is_suspended(kind.forward):
         raise ValueError(
             f"convert: with recompute=True expected a plain function as forward, got {kind.__name__}'s, a generator or "
@@ -188,9 +187,11 @@ def convert(
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
     in_scope = recompute or recomputes(unwrapped(model))  # by an earlier call
+    surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
+    if surveyed or recompute:
+        check_initialized("convert", model)
     if recompute:
         _check_forward(unwrapped(model))
-    surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
     if surveyed:
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
         considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
@@ -203,8 +204,7 @@ def convert(
             module: frozenset([FUNCTIONS[kind]])
             for module in model.modules()
             if (kind := original_of(type(module))) in kinds
-            and calls_its_class(module)
-            and not is_patched(FUNCTIONS[kind])
+            and can_convert(module)
             and (named or _pays_by_default(FUNCTIONS[kind], getattr(module, "inplace", False)))
         }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
@@ -367,23 +367,14 @@ class ConvertMode(FunctionMode):
             loss = model(images).sum()
 
     Args:
-        classes: the classes of torch.nn whose functions are meant. By default those that :func:`convert` takes, and as there
-            not ``leaky_relu`` in place.
+        classes: the classes of torch.nn whose functions are meant. By default Hardshrink, Hardsigmoid, Hardtanh, ReLU6,
+            Softshrink and Threshold.
 
     Raises:
         ValueError: a class that isn't in the family.
     """
 
     def __init__(self, classes: type | Iterable[type] | None = None) -> None:
-        named = BY_DEFAULT if classes is None else _check_classes("ConvertMode", classes)
+        pay_in_place = (kind for kind in BY_DEFAULT if _pays_by_default(FUNCTIONS[kind], inplace=True))
+        named = pay_in_place if classes is None else _check_classes("ConvertMode", classes)
         super().__init__(frozenset(FUNCTIONS[kind] for kind in named))
-        self.left_in_place = (
-            frozenset()
-            if classes
-            else frozenset(name for name in map(FUNCTIONS.get, named) if not _pays_by_default(name, inplace=True))
-        )
-
-    def is_meant(self, ours, args, kwargs):
-        if isinstance(ours, partial):
-            return ours.func.__name__ not in self.left_in_place
-        return ours.__name__ not in self.left_in_place or not signature(ours).bind(*args, **kwargs).arguments.get("inplace")

@@ -15,7 +15,7 @@ from copy import deepcopy
 from functools import lru_cache
 from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,15 +68,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def moved_by_wrapper(model: nn.Module, inputs: Any) -> Any:
     """The inputs on the device to which a parallel wrapper moves them."""
-    while not issubclass(type(model), PARALLEL):
-        inner = wrapped(model)
-        if inner is None:
-            return inputs
+    while (inner := wrapped(model)) is not None:
+        if issubclass(type(model), PARALLEL) and (device_ids := cast(Any, model).device_ids):  # none on the CPU
+            return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to(device_ids[0]), inputs)
         model = inner
-    device_ids: Any = model.device_ids
-    if not device_ids:  # on the CPU
-        return inputs
-    return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to(device_ids[0]), inputs)
+    return inputs
 
 
 def _is_of(kind, packages):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from activations_cuda.conversion import arguments_of, check_model
+from activations_cuda.conversion import arguments_of, check_initialized, check_model
 from activations_cuda.copies import unwrapped
 from activations_cuda.recipes.hook import Hook, unpack
 from activations_cuda.replacements import FUNCTIONS, class_for, original_of, set_class
@@ -220,6 +220,7 @@ def memory_report(
         TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that are no arguments.
     """
     check_model("memory_report", model)
+    check_initialized("memory_report", model)
     args, kwargs = arguments_of("memory_report", model, inputs, keyword_inputs, example_inputs)
     classes = frozenset(FUNCTIONS.values())
     found = Survey(model, args, kwargs, classes)

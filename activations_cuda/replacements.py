@@ -83,9 +83,9 @@ class FunctionMode(TorchFunctionMode):
         # torch.threshold can write to another tensor; torch.fx traces with what is no tensor.
         if ours is None or "out" in kwargs or (types and not all(issubclass(kind, Tensor) for kind in types)):
             return func(*args, **kwargs)
-        return ours(*args, **kwargs) if self.is_meant(ours, args, kwargs) else func(*args, **kwargs)
+        return ours(*args, **kwargs) if self.is_meant() else func(*args, **kwargs)
 
-    def is_meant(self, ours, args, kwargs):
+    def is_meant(self):
         return True
 
 
@@ -102,7 +102,7 @@ def caller(*codes: types.CodeType | None) -> types.FrameType | None:
 
 
 class _ForwardMode(FunctionMode):
-    def is_meant(self, ours, args, kwargs):
+    def is_meant(self):
         if is_dynamo_compiling():  # a part of the forward
             return False
         frame = caller(FORWARD, MODULE_CALL, CHECKPOINT)

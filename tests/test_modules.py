@@ -217,6 +217,7 @@ def test_convert_mode_leaves_the_rest():
     with activations_cuda.ConvertMode():
         for in_place in (F.leaky_relu_, partial(F.leaky_relu, inplace=True), lambda t: F.leaky_relu(t, 0.1, True)):
             assert saved_bytes(lambda t, f=in_place: f(t * 1), x) == 4000
+        assert saved_bytes(F.leaky_relu, x) == 4000
         assert saved_bytes(F.relu, x) == 4000
         assert saved_bytes(F.gelu, x) == 4000
         out = torch.empty(1000)

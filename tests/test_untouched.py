@@ -755,7 +755,7 @@ def test_a_model_that_is_garbage_shares_nothing():
 
 
 def test_a_lazy_model_has_no_scope_yet():
-    with pytest.raises(ValueError, match="whose parameters are initialized, got LazyLinear: call it once"):
+    with pytest.raises(ValueError, match="whose parameters are initialized, got a lazy one: call it once"):
         activations_cuda.convert(nn.LazyLinear(4), recompute=True)
 
 
