@@ -268,6 +268,10 @@ RECOMPUTE = [
     Mutant("what an earlier step computed", LEAVES, "std::max(begins, last_backward.ended)", "begins"),
     Mutant("trials far from the mean", RECIPES + "verification.py", "std=2.0 ** -(trial % 8), ", ""),
     Mutant("trials without zeros", RECIPES + "verification.py", "if trial % 8 == 3:", "if False:"),
+    Mutant("equal but for a number", VALUE, "py::repr(before->arguments).equal(py::repr(recipe.arguments))", "true"),
+    Mutant(
+        "statistics in columns", DERIVATION, "!strides || !agree(sizes, *strides", "!strides || false && !agree(sizes, *strides"
+    ),
     Mutant("equal but for an operand", VALUE, "return a.is(b);", "return true;"),
     Mutant("dimensions in any order", FUSION, "sizes[leaf.order[dim]] != from[dim]", "false"),
     Mutant(
@@ -295,7 +299,7 @@ RECOMPUTE = [
     Mutant("sizes of a view", FUSION, "sizes_ = found->sizes;", ""),
     Mutant("dimensions joined for the output alone", FUSION, "continues = strides[k + 1][dim] ==", "continues = true ||"),
     Mutant("a group's statistics for all", FUSION, "geometry.strides[k + 1][1] = leaves_[k].tensor.stride(1);", ""),
-    Mutant("subnormals that are flushed", FUSION, "flushes_subnormals() || ", ""),
+    Mutant("subnormals that are flushed", FUSION, "is_on_cpu && flushes_subnormals()", "false && flushes_subnormals()"),
     Mutant("bits in the other order", CPU_PROGRAM, "[offset / 8] >> (offset % 8) & 1", "[offset / 8] >> (7 - offset % 8) & 1"),
     Mutant("a row's end is not seen", CPU_PROGRAM, "std::min(end - at, program.size[0] - coordinate[0])", "end - at"),
     Mutant(

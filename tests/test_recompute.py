@@ -2599,3 +2599,71 @@ def test_the_same_of_what_was_written_to_since(device):
         return torch.autograd.grad(other.sum(), x)
 
     same_with_scope(run)
+
+
+FUNCTIONS_OF_A_NUMBER = {
+    "leaky_relu": lambda x, number: F.leaky_relu(x, number),
+    "elu": lambda x, number: F.elu(x, number),
+    "softplus": lambda x, number: F.softplus(x, 1 + number),
+    "hardtanh": lambda x, number: F.hardtanh(x, -number, number),
+    "clamp": lambda x, number: x.clamp(min=number),
+    "pow": lambda x, number: x.abs().pow(2 + number),
+    "addcmul": lambda x, number: torch.addcmul(x, x, x, value=number),
+    "add": lambda x, number: x.add(x, alpha=number),
+    "mul": lambda x, number: x * number,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_OF_A_NUMBER)
+def test_what_differs_in_a_number_is_not_the_same(name, device):
+    x = torch.randn(128, 64, device=device, requires_grad=True)
+    function = FUNCTIONS_OF_A_NUMBER[name]
+    for numbers in (0.25, 0.25), (0.25, 0.5), (0.0, -0.0), (1, 1.0):  # an equal pair is verified first
+
+        def run(scope, numbers=numbers):
+            with scope():
+                h = Keep.apply(x)
+                loss = sum(Keep.apply(function(h, number)).sum() for number in numbers)
+            return torch.autograd.grad(loss, x)
+
+        same_with_scope(run)
+
+
+@pytest.mark.parametrize("distance", [1, 100])
+def test_what_is_the_same_far_away_is_computed_again(distance):
+    """Or it would be held from one to the other."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with Scope(check=False) as scope:
+        h = Keep.apply(x)
+        between = one = Keep.apply(F.silu(h))
+        for _ in range(distance):
+            between = between + 1
+        loss = (between + Keep.apply(F.silu(h))).sum()
+    outputs = [value for value in scope.values() if value.source == "SiluBackward0" and value.is_recipe]
+    assert [value.formula is same for value in outputs] == [False, distance == 1]
+    del loss, one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strided", ["statistics", "weight"])
+def test_batch_norm_of_columns_of_a_table(strided, dtype, device):
+    """PyTorch's op on the CPU has other bits then. The first batch, all zeros, shows nothing of it."""
+    table = torch.rand(64, 2, dtype=dtype, device=device)
+    weight = torch.randn(64, 2, dtype=dtype, device=device)[:, 0] if strided == "weight" else torch.ones_like(table[:, 0])
+    weight = nn.Parameter(weight)
+    numbers = torch.randn(3, 256, 64, device=device).to(dtype)
+
+    def run(scope):
+        mean, var = table.clone().unbind(1) if strided == "statistics" else table.t().clone()
+        results = []
+        for i in range(3):
+            x = (numbers[i] * (i > 0)).requires_grad_()
+            with scope():
+                if strided == "statistics":
+                    Keep.apply(F.batch_norm(x * 1.5, mean.clone(), var.clone(), weight, training=True).sigmoid())
+                y = F.batch_norm(x * 1.5, mean, var, weight, training=True)
+                loss = Keep.apply(y.sigmoid()).float().square().mean() + (y * y).float().mean()
+            results += torch.autograd.grad(loss, [x, weight])
+        return results
+
+    same_with_scope(run)

@@ -128,7 +128,15 @@ def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str, on_cpu: tuple[F
         arguments = step.arguments(eps)
         return BATCH_NORM_IN_EVALUATION, (x, w, b, mean, step.computed(_invstd, var, *arguments), var), arguments
 
-    return Op(candidates, ("input", "weight", None), (eps,), saved=STATISTICS, when="training", otherwise=otherwise)
+    return Op(
+        candidates,
+        ("input", "weight", None),
+        (eps,),
+        saved=STATISTICS,
+        when="training",
+        contiguous=RUNNING,
+        otherwise=otherwise,
+    )
 
 
 def native_batch_norm(x, w, b, eps):

@@ -48,10 +48,11 @@ class Op:
         saved: names of other tensors that the node saved, which are operands of the formula too.
         convert: what makes the formula's arguments of the node's, or None if there is no recipe.
         when: the name of what must be true.
+        contiguous: names of saved tensors that must be contiguous on the CPU, where the op rounds otherwise if they aren't.
         otherwise: a rule for when it isn't, when an operand isn't known, or when no formula fits.
     """
 
-    __slots__ = ("arguments", "convert", "formula", "operands", "otherwise", "saved", "when")
+    __slots__ = ("arguments", "contiguous", "convert", "formula", "operands", "otherwise", "saved", "when")
 
     def __init__(
         self,
@@ -61,11 +62,13 @@ class Op:
         saved: tuple[str, ...] = (),
         convert: Callable[..., tuple[Any, ...] | None] | None = None,
         when: str | None = None,
+        contiguous: tuple[str, ...] = (),
         otherwise: Callable[["Step"], Result] | None = None,
     ) -> None:
         self.formula, self.convert, self.otherwise = formula, convert, otherwise
         self.operands = None if operands is None else tuple(map(_as_packed, operands))
         self.saved = tuple(map(_as_packed, saved))
+        self.contiguous = tuple(map(_as_packed, contiguous))
         self.arguments = tuple(name if name in (SHAPE, DTYPE, NUMBER) else "_saved_" + name for name in arguments)
         self.when = when and "_saved_" + when
 

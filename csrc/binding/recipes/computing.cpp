@@ -200,8 +200,11 @@ at::Tensor Value::compute(bool* is_temporary) {
     const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
-  const bool is_anothers = formula.is(formulas().same) && value_of(operands[0]).readers > 1;
-  if (auto fused = is_anothers ? std::nullopt : compute_fused(*this)) {
+  if (formula.is(formulas().same) && value_of(operands[0]).readers > 1) {
+    const at::Tensor anothers = value_of(operands[0]).tensor();
+    return strides_of() ? in_strides(anothers, *strides_of()) : anothers;
+  }
+  if (auto fused = compute_fused(*this)) {
     if (is_temporary) {
       *is_temporary = true;
     }

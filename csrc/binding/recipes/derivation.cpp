@@ -13,6 +13,7 @@
 
 #include "../dtypes.h"
 #include "../origin.h"
+#include "../strides.h"
 #include "computing.h"
 #include "formulas.h"
 #include "fusion.h"
@@ -44,7 +45,7 @@ void Derivation::keep_operands_of(const py::object& recipe) {
 
 namespace {
 
-// A number for an object by its value; of a float the type will do, since other values take the same path.
+// A number for an object by its value; of a float by its type, since other values take the same path.
 int64_t number_of_object(py::handle object) {
   static auto& numbers = *new py::dict();
   const py::handle key = PyFloat_CheckExact(object.ptr()) ? py::handle(reinterpret_cast<PyObject*>(&PyFloat_Type)) : object;
@@ -144,12 +145,12 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   recipe.configuration = number_of(numbers);
 
   // What several ops compute of the same, as autocast's casts for query, key and value, is computed once.
-  const py::object first = first_equal(recipe);
-  if (first && value_of(first).depth < kMaxDepth) {
+  const py::object equal = equal_before(recipe, *step.node);
+  if (equal && value_of(equal).depth < kMaxDepth) {
     recipe.formula = formulas().same;
-    recipe.operands = {first};
+    recipe.operands = {equal};
     recipe.arguments = py::tuple();
-    recipe.depth = value_of(first).depth + 1;
+    recipe.depth = value_of(equal).depth + 1;
     recipe.configuration = number_of({static_cast<int64_t>(ConfigurationOf::equal), recipe.configuration});
   }
   if (!choose(object)) {
@@ -180,6 +181,9 @@ struct Data {
         operands.push_back({name.is_none() ? nullptr : name.ptr(), std::string_view(list) == "operands"});
       }
     }
+    for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("contiguous"))) {
+      contiguous.push_back(name.ptr());
+    }
     for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("arguments"))) {
       arguments.push_back(name.ptr());
       is_of_each_output |= name.is(callbacks().number);
@@ -194,7 +198,7 @@ struct Data {
   py::object rule, formula, when, otherwise, convert;  // the first owns the names
   bool is_joined, is_of_each_output = false;
   std::vector<Operand> operands;
-  std::vector<PyObject*> arguments;
+  std::vector<PyObject*> contiguous, arguments;
 };
 
 const Data& data_of(const py::object& rule) {
@@ -204,6 +208,20 @@ const Data& data_of(const py::object& rule) {
 }
 
 // Each of the following gives a recipe its formula, operands and arguments. False where it can't.
+
+// Whether a node on the CPU has saved a tensor that isn't contiguous.
+bool is_strided(Step& step, PyObject* name) {
+  if (!step.node->input_metadata(step.number).device().is_cpu()) {
+    return false;
+  }
+  const py::object data = attribute(attribute(step.python(), name), NAME("data"));
+  if (!is_value(data)) {
+    return false;
+  }
+  const auto strides = value_of(data).strides_of();
+  const at::IntArrayRef sizes = value_of(data).sizes_of();
+  return !strides || !agree(sizes, *strides, c10::contiguous_strides(sizes));
+}
 
 // By a rule that is data.
 bool by_data(Step& step, const Data& rule, Value& recipe) {
@@ -345,6 +363,9 @@ py::object derive(Step step) {
     return by(rule);
   }
   const Data& data = data_of(rule);
+  if (std::any_of(data.contiguous.begin(), data.contiguous.end(), [&](PyObject* name) { return is_strided(step, name); })) {
+    return {};
+  }
   py::object result = made([&](Value& recipe) { return by_data(step, data, recipe); });
   if (!result && (is_cast(*step.node) || is_clone(*step.node))) {
     return made([&](Value& recipe) { return by_narrowing(step, recipe); });

@@ -72,7 +72,7 @@ bool by_joining(Step& step, const py::object& formula, const py::object& dim, Va
       continue;  // cat takes an empty one of any shape
     }
     if (!value) {
-      if (is_stacked) {
+      if (is_stacked || !step.tensor) {  // so they can't be kept
         return false;
       }
       unknown.push_back({edge, operands.size(), length, part[along]});

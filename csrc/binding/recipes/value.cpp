@@ -34,8 +34,10 @@ auto& registry() {
   return values;
 }
 
-// By a recipe's first operand and its configuration.
-auto& first_recipes() {
+constexpr uint64_t kNodesBetweenEqual = 64;  // attention's three projections make about 20
+
+// By a recipe's first operand and its configuration, the latest.
+auto& recipes_by_operand() {
   static auto& recipes = *new std::unordered_map<std::pair<PyObject*, int64_t>, Value*, Hash>();
   return recipes;
 }
@@ -90,7 +92,7 @@ void Value::leave_registry() {
     leave(registry(), output_, this);
   }
   if (!operands.empty()) {
-    leave(first_recipes(), std::make_pair(operands[0].ptr(), configuration), this);
+    leave(recipes_by_operand(), std::make_pair(operands[0].ptr(), configuration), this);
   }
 }
 
@@ -224,14 +226,21 @@ py::object noted(const NodePointer& node, uint32_t number) {
   return object_of(*found->second);
 }
 
-py::object first_equal(Value& recipe) {
-  Value*& first = first_recipes()[{recipe.operands[0].ptr(), recipe.configuration}];
+py::object equal_before(Value& recipe, const torch::autograd::Node& node) {
+  recipe.sequence = node.sequence_nr();
+  Value*& before = recipes_by_operand()[{recipe.operands[0].ptr(), recipe.configuration}];
   const auto is_same = [](const py::object& a, const py::object& b) { return a.is(b); };
-  if (first && first->is_current() &&
-      std::equal(first->operands.begin(), first->operands.end(), recipe.operands.begin(), recipe.operands.end(), is_same)) {
-    return object_of(*first);
+  const auto is_equal = [&] {  // a configuration says little of numbers
+    return std::equal(
+               before->operands.begin(), before->operands.end(), recipe.operands.begin(), recipe.operands.end(), is_same) &&
+           py::repr(before->arguments).equal(py::repr(recipe.arguments));
+  };
+  // In a backward pass a tensor is held until the last that needs it has it.
+  const bool is_near = before && recipe.sequence - before->sequence < kNodesBetweenEqual;
+  if (is_near && before->is_current() && is_equal()) {
+    return object_of(*before);
   }
-  first = &recipe;
+  before = &recipe;
   return {};
 }
 

@@ -99,6 +99,7 @@ struct Value {
   std::vector<py::object> roots;                 // the kept values that it follows from in the end
   std::optional<c10::VariableVersion> replaced;  // the version of the tensor that it replaces, which counts on
   bool fuses = true;                             // whether it may be part of a program, see fusion.h
+  uint64_t sequence = 0;                         // the number of its node, which counts up
   int depth = 0;
   int max_writes = 0;  // the highest version that its own ops explain: beyond it, somebody else has written to the tensor
 
@@ -147,8 +148,8 @@ int64_t configuration_of(Value& value);
 void note(const py::object& value, const NodePointer& node, uint32_t number);
 py::object noted(const NodePointer& node, uint32_t number);
 
-// The first recipe of the same configuration and operands that is alive, null if that is this one.
-py::object first_equal(Value& recipe);
+// An equal recipe that a node shortly before this one's has, if there is one. Otherwise it is this one that later ones find.
+py::object equal_before(Value& recipe, const torch::autograd::Node& node);
 
 void add_value_type(py::module_& module);
 
