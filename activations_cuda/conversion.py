@@ -5,17 +5,15 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from inspect import signature
+from collections.abc import Iterable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from activations_cuda import _C
-from activations_cuda.copies import moved_by_wrapper, unwrapped
+from activations_cuda.arguments import arguments_of, check_initialized, check_model, unwrapped
 from activations_cuda.recipes.scope import is_suspended
 from activations_cuda.replacements import (
     FUNCTIONS,
@@ -60,52 +58,6 @@ def _check_classes(name, classes):
             given = f"{type(kind).__name__} (inputs of that name go in a dict)" if is_input else repr(kind)
             raise ValueError(f"{name}: expected classes of torch.nn among {among}, got {given}")
     return classes
-
-
-def check_model(name: str, model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{name}: expected a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(f"{name}: expected a torch.nn.Module of Python code, got one of TorchScript: call it before torch.jit")
-
-
-def check_initialized(name: str, model: nn.Module) -> None:
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
-
-
-def arguments_of(
-    name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a model's forward: these, or if there is one alone, those that it stands for."""
-    for each in args:
-        several = each if isinstance(each, (tuple, list)) else (each,)
-        if any(isinstance(item, type) for item in several):
-            raise TypeError(f"{name}: expected example inputs, got a class: name classes by keyword, classes=...")
-    if example_inputs is not None:
-        args = (*args, example_inputs)
-    (inputs,) = args if len(args) == 1 else (args,)
-    hint = ""
-    if len(args) == 1 and isinstance(inputs, (Mapping, tuple, list)):
-        hint = f"; one {type(inputs).__name__} stands for several arguments: if the model takes one, wrap it in a tuple"
-    if isinstance(inputs, Mapping):
-        args, kwargs = (), {**inputs, **kwargs}
-    elif isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):  # a named tuple is one argument
-        args = tuple(inputs)
-    elif isinstance(inputs, (int, float, str)):
-        kind = type(inputs).__name__
-        raise TypeError(f"{name}: expected example inputs to be tensors, a tuple of arguments or a dict, got {kind}")
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    if any(isinstance(module, fsdp) for module in model.modules()):
-        raise TypeError(f"{name}: expected a model that isn't wrapped yet, got FullyShardedDataParallel: call {name} before it")
-    called = unwrapped(model)
-    is_plain = type(called).__call__ is nn.Module.__call__ and not hasattr(called.forward, "__wrapped__")
-    if is_plain and not called._forward_pre_hooks:  # which may add arguments
-        try:
-            signature(called.forward).bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{name}: expected the arguments of the model's forward ({error}){hint}") from None
-    return moved_by_wrapper(model, (args, kwargs))
 
 
 def _check_forward(model):
@@ -196,11 +148,11 @@ def convert(
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
         considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
         found = Survey(model, args, kwargs, considered, in_scope)
-        names, lines = found.converts(), summary(found.decisions())
+        functions, lines = found.converts(), summary(found.decisions())
         are_candidates = bool(found.calls)
     else:
         kinds = (*BY_DEFAULT, *(SMOOTH if in_scope else ())) if named is None else named
-        names = {
+        functions = {
             module: frozenset([FUNCTIONS[kind]])
             for module in model.modules()
             if (kind := original_of(type(module))) in kinds
@@ -208,15 +160,15 @@ def convert(
             and (named or _pays_by_default(FUNCTIONS[kind], getattr(module, "inplace", False)))
         }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
-        kinds_found = _counted(original_of(type(module)) for module in names)
+        kinds_found = _counted(original_of(type(module)) for module in functions)
         reason = "" if in_scope or named else ": example inputs would tell whether they pay"
         left_alone = f"{others} left alone{reason}" if others else "no activation of the family"
         lines = [f"{kinds_found} converted" if kinds_found else left_alone]
         are_candidates = False
-    if named and not names:
+    if named and not functions:
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
-    names = {_originals.get(module, module): functions for module, functions in names.items()}
+    functions = {_originals.get(module, module): names for module, names in functions.items()}
     scoped = []
     if surveyed or recompute:
         scoped = [module for module in model.modules() if recomputes(module)]  # by an earlier call
@@ -224,18 +176,18 @@ def convert(
         scoped.append(unwrapped(model))
     if scoped:
         lines.append("the rest is recomputed")
-    for module in {*names, *scoped}:  # raises an error before anything changes
-        class_for(module, names.get(module, frozenset()), recomputes=module in scoped)
+    for module in {*functions, *scoped}:  # raises an error before anything changes
+        class_for(module, functions.get(module, frozenset()), recomputes=module in scoped)
     if surveyed or recompute:
         revert_all(model)
     try:
-        _replace(model, names)
+        _replace(model, functions)
         for module in scoped:
-            set_class(module, class_for(module, names.get(module, frozenset()), recomputes=True))
+            set_class(module, class_for(module, functions.get(module, frozenset()), recomputes=True))
     except Exception:  # of a class whose instances can have no other
         revert_all(model)
         raise
-    if are_candidates and not names and not in_scope:
+    if are_candidates and not functions and not in_scope:
         warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
     else:
         _say("convert: %s", "; ".join(lines))
@@ -254,13 +206,13 @@ def _say(message, *arguments):
 _originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
-def _replace(model, names):
+def _replace(model, functions):
     """Make each module call this package's functions of these names."""
-    activations = [module for module in names if type(module) in OURS and "forward" not in vars(module)]
+    activations = [module for module in functions if type(module) in OURS and "forward" not in vars(module)]
     twins = {module: _twin(module, OURS[type(module)]) for module in _held_elsewhere(model, activations)}
-    for module, functions in names.items():
+    for module, names in functions.items():
         if module not in twins:
-            set_class(module, class_for(module, functions))
+            set_class(module, class_for(module, names))
     _originals.update({twin: module for module, twin in twins.items()})
     _exchange(model, twins)
 

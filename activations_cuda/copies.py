@@ -6,7 +6,6 @@ generators), what has a finalizer and what belongs to threads, loggers or proces
 """
 
 import dis
-import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -15,15 +14,13 @@ from copy import deepcopy
 from functools import lru_cache
 from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from activations_cuda.arguments import wrapped
 from activations_cuda.replacements import original_of, subclass
-
-__all__ = ["Copier", "moved_by_wrapper", "unwrapped"]
 
 BUILTIN = type(None), type(...), bool, int, float, complex, str, bytes, type, ModuleType
 ATOMIC = frozenset(BUILTIN) | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -47,32 +44,6 @@ REFERENCES = {weakref.ref: weakref.ref, weakref.KeyedRef: weakref.ref, weakref.W
 CACHED = type(lru_cache(len))
 # What hooks call that does more than compute.
 EFFECTS = frozenset({"print", "open", "input", "breakpoint", "exec", "eval", "setattr", "delattr"})
-
-
-PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
-
-
-def wrapped(module: nn.Module) -> nn.Module | None:
-    """The module that torch.compile or a parallel wrapper holds."""
-    if issubclass(type(module), PARALLEL):
-        return module._modules["module"]
-    compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # another thread may be importing it
-    return module._modules["_orig_mod"] if issubclass(type(module), compiled) else None
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    while (inner := wrapped(model)) is not None:
-        model = inner
-    return model
-
-
-def moved_by_wrapper(model: nn.Module, inputs: Any) -> Any:
-    """The inputs on the device to which a parallel wrapper moves them."""
-    while (inner := wrapped(model)) is not None:
-        if issubclass(type(model), PARALLEL) and (device_ids := cast(Any, model).device_ids):  # none on the CPU
-            return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to(device_ids[0]), inputs)
-        model = inner
-    return inputs
 
 
 def _is_of(kind, packages):

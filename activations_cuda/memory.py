@@ -14,21 +14,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from activations_cuda.conversion import arguments_of, check_initialized, check_model
-from activations_cuda.copies import unwrapped
+from activations_cuda.arguments import arguments_of, check_initialized, check_model, unwrapped
+from activations_cuda.dry_run import call_on_fakes, name_of_ours, run_copy, running_module, saved_tensors, storages_of
 from activations_cuda.recipes.hook import Hook, unpack
 from activations_cuda.replacements import FUNCTIONS, class_for, original_of, set_class
-from activations_cuda.survey import (
-    Decision,
-    Survey,
-    call_on_fakes,
-    name_of_ours,
-    run_copy,
-    running_module,
-    saved_tensors,
-    storages_of,
-    summary,
-)
+from activations_cuda.survey import Decision, Survey, summary
 
 __all__ = ["Decision", "LayerMemory", "MemoryReport", "memory_report", "require", "saved_bytes"]
 

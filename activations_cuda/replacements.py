@@ -59,7 +59,7 @@ def is_patched(name: str) -> bool:
 
 
 @cache
-def functions(names: frozenset[str]) -> dict[Callable[..., Any], Callable[..., Any]]:
+def replacements_of(names: frozenset[str]) -> dict[Callable[..., Any], Callable[..., Any]]:
     """What to call in place of torch.relu, torch.Tensor.relu_, torch.nn.functional.leaky_relu_ and their like."""
     table: dict[Callable[..., Any], Callable[..., Any]] = {}
     for (_, attribute), original in ORIGINAL_FUNCTIONS.items():
@@ -75,7 +75,7 @@ class FunctionMode(TorchFunctionMode):
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__()
-        self.functions = functions(names)
+        self.functions = replacements_of(names)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -6,31 +6,21 @@ otherwise they are pure overhead.
 """
 
 import logging
-import random
-import sys
-import threading
-import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from inspect import signature, unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from activations_cuda import _C, functional
-from activations_cuda.copies import ATOMIC, Copier, unwrapped
+from activations_cuda.arguments import unwrapped
+from activations_cuda.dry_run import call_on_fakes, name_of_ours, run_copy, running_module, saved_tensors, storages_of
 from activations_cuda.replacements import (
     CHECKPOINT,
     FUNCTIONS,
@@ -38,14 +28,12 @@ from activations_cuda.replacements import (
     ORIGINAL_FUNCTIONS,
     caller,
     calls_its_class,
-    functions,
     is_patched,
     original_of,
+    replacements_of,
 )
 
 log = logging.getLogger("activations_cuda")
-
-FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 
 @dataclass(frozen=True)
@@ -91,50 +79,6 @@ class _Storage:
     outputs_of: list[_Call] = field(default_factory=list)  # those that would save it if converted
 
 
-def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """What a tensor's elements lie in; several for a sparse or a nested one."""
-    if tensor.layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    elif hasattr(tensor, "__tensor_flatten__"):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    else:
-        return [tensor.untyped_storage()]
-    return [storage for part in parts for storage in storages_of(part.detach())]
-
-
-@contextmanager
-def saved_tensors(owner: Callable[[], Any]) -> Iterator[Callable[[], Iterator[tuple[Tensor, Any]]]]:
-    """Yields a function that gives what autograd has saved and still holds, each with what owner() returned then."""
-    saved = []
-
-    def pack(tensor):
-        tensor = tensor.detach()  # because an output keeps its own graph alive
-        saved.append((weakref.ref(tensor), owner()))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: ((tensor, owner) for reference, owner in saved if (tensor := reference()) is not None)
-
-
-def name_of_ours(func: Any) -> str:
-    """The name of one of this package's ops, such as relu6_; an empty one for any other function."""
-    return func._schema.name.removeprefix("fastact::") if getattr(func, "namespace", None) == "fastact" else ""
-
-
-def call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
-    """One of this package's ops, out of place, such that it saves of fake tensors what it saves of real ones."""
-    name = name_of_ours(func).removesuffix("_")
-    with_mask = getattr(torch.ops.fastact, name + "_with_mask", None)
-    if with_mask is not None:
-        with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are left to PyTorch's op
-            return getattr(with_mask, func._overloadname)(*args, **kwargs)[0]
-    return getattr(getattr(torch.ops.fastact, name), func._overloadname)(*args, **kwargs)
-
-
 class _Watch(TorchFunctionMode):
     """Records every call of an activation function, PyTorch's or this package's, and runs PyTorch's."""
 
@@ -144,7 +88,7 @@ class _Watch(TorchFunctionMode):
         self.outputs = []
         self.names = {}
         for name in FUNCTIONS.values():
-            self.names |= dict.fromkeys(functions(frozenset([name])), name)
+            self.names |= dict.fromkeys(replacements_of(frozenset([name])), name)
         self.calls = []
         self.call = None
 
@@ -229,139 +173,6 @@ def _bits(name, args, kwargs):
     return bits.numel()
 
 
-@contextmanager
-def _randomness_unchanged(tensors):
-    """Whatever random numbers a forward pass takes, Python's and numpy's among them."""
-    state = random.getstate()
-    of_numpy = sys.modules.get("numpy.random")
-    numpys_state = of_numpy and of_numpy.get_state()
-    devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            if of_numpy:
-                of_numpy.set_state(numpys_state)
-
-
-def _clone(tensor):
-    new = tensor.detach().clone()
-    if type(new) is Tensor:
-        new.__class__ = type(tensor)  # Parameter, or a subclass of it
-        vars(new).update(vars(tensor))
-    elif isinstance(tensor, nn.Parameter):
-        new = nn.Parameter(new, tensor.requires_grad)
-    return _with_gradient(new, tensor)
-
-
-def _with_gradient(new, tensor):
-    """As a leaf, or as the result of an op, which may be written to in place."""
-    new.requires_grad_(tensor.requires_grad)
-    if tensor.is_leaf:
-        return new
-    with torch.enable_grad():
-        return new.clone()
-
-
-def _uncompiled():
-    """Parts of a model that torch.compile compiles run eagerly. Where Dynamo isn't imported, there are none."""
-    has_stance = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
-    return torch.compiler.set_stance("force_eager") if has_stance else nullcontext()
-
-
-def _fakes(device):
-    """A function that makes fake tensors like others, and the mode that they belong to."""
-    # The mode isn't entered, so what a model creates, such as positions, is real: it may stay in a cache.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(tensor):
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            return tensor
-        place = device if tensor.is_meta else tensor.device
-        with mode:
-            # A DTensor's size is that of the whole: what is sharded is surveyed as it would be on one device.
-            new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place)
-        if isinstance(tensor, nn.Parameter):
-            new = nn.Parameter(new, tensor.requires_grad)
-        new = _with_gradient(new, tensor)
-        vars(new).update((name, value) for name, value in vars(tensor).items() if type(value) in ATOMIC)
-        return new
-
-    return fake, mode
-
-
-@contextmanager
-def _without_reports_of_fakes():
-    """PyTorch logs the traceback of what can't be done with fake tensors, after which real ones are tried."""
-
-    def mute(record):
-        return threading.get_ident() != thread
-
-    thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(mute)
-    try:
-        yield
-    finally:
-        logger.removeFilter(mute)
-
-
-def _run(run, copier, model, args, kwargs):
-    with _randomness_unchanged([*model.parameters(), *model.buffers()]), _uncompiled(), torch.enable_grad():
-        run(copier, model, args, kwargs)
-
-
-def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
-    """Call run(copier, model, args, kwargs) with copies on fake tensors or, if the model depends on values, on real ones."""
-    state = [*model.parameters(), *model.buffers()]
-    # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors autocast
-    # would change nothing, and attention, for example, would save more.
-    default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")
-    device = next((tensor.device for tensor in state if not tensor.is_meta), default)
-    fake, mode = _fakes(device)
-    is_there = device.type != "cuda" or torch.cuda.is_available()
-    copier = Copier(fake)
-    try:
-        with torch.inference_mode(False), _without_reports_of_fakes():
-            copies = copier((model, args, kwargs))
-            with nullcontext() if is_there else mode:
-                _run(run, copier, *copies)
-    except Exception as error:
-        if "saved tensor hooks" in str(error):
-            raise RuntimeError(
-                "the model's forward pass calls a transform of torch.func, in which PyTorch has no hooks on saved tensors: it "
-                "can't be surveyed; convert(model) needs no inputs"
-            ) from error
-        if any(tensor.is_meta for tensor, _ in copier.copies.values() if isinstance(tensor, Tensor)):
-            if not isinstance(error, FAKES_WONT_DO):
-                raise
-            raise RuntimeError(
-                f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
-                "inputs with values, got some on the meta device"
-            ) from error
-        try:
-            with torch.inference_mode(False):
-                copier = Copier(_clone)
-                _run(run, copier, *copier((model, args, kwargs)))
-        except torch.cuda.OutOfMemoryError:  # most likely the model doesn't take these inputs
-            raise error  # noqa: B904 (it has both)
-
-
-def running_module(copier: Copier, modules: Collection[nn.Module]) -> Callable[[], nn.Module]:
-    """A function that returns the module whose copy is running; outside of all, the first, which is the model."""
-    originals = {id(copier(module)): module for module in modules}
-
-    def running():
-        frame = sys._getframe()
-        while frame is not None:
-            if frame.f_code is MODULE_CALL and (module := originals.get(id(frame.f_locals["self"]))) is not None:
-                return module
-            frame = frame.f_back
-        return next(iter(modules))
-
-    return running
-
-
 class Survey:
     """What a model's modules save for backward with PyTorch's activations, and with some of them converted.
 
@@ -369,7 +180,7 @@ class Survey:
         model: the model; it is left as it is.
         args, kwargs: the arguments of its forward pass. Tensors may be on any device, meta included. If the pass depends on
             their values, it runs on copies of them, and of the parameters and buffers.
-        names: the functions whose calls may be converted.
+        functions: those whose calls may be converted.
         recompute: whether the pass is to run within a scope of recompute(). There smooth activations save what PyTorch's do.
     """
 
@@ -378,12 +189,12 @@ class Survey:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        names: frozenset[str],
+        functions: frozenset[str],
         recompute: bool = False,
     ) -> None:
         model = unwrapped(model)
         self.names = {module: name for name, module in model.named_modules()}
-        self.considered = names
+        self.considered = functions
         self.recomputes = recompute
         run_copy(model, args, kwargs, self._watch)
         units = {unit for call in self.calls if (unit := self._unit(call))}
@@ -433,11 +244,11 @@ class Survey:
 
     def converts(self) -> dict[nn.Module, frozenset[str]]:
         """The functions of PyTorch's that each module is to have replaced."""
-        names = defaultdict(set)
+        functions = defaultdict(set)
         for call in self.calls:
             if not call.is_ours and self._unit(call) in self.converted:
-                names[call.module].add(call.function)
-        return {module: frozenset(functions) for module, functions in names.items()}
+                functions[call.module].add(call.function)
+        return {module: frozenset(each) for module, each in functions.items()}
 
     def _gains(self, chosen):
         """How many bytes less are saved because of each unit, given that all the others are converted too."""

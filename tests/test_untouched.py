@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import activations_cuda
-from activations_cuda import survey
+from activations_cuda import dry_run
 from activations_cuda.memory import saved_bytes
 from test_conversion import assert_same_step
 
@@ -862,7 +862,7 @@ def test_no_memory_for_copies(make, monkeypatch):
     def clone(tensor):
         raise torch.cuda.OutOfMemoryError
 
-    monkeypatch.setattr(survey, "_clone", clone)
+    monkeypatch.setattr(dry_run, "_clone", clone)
     model = make()
     state = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError) as raised:

@@ -1,0 +1,201 @@
+"""A dry run: the forward pass of a model's copy, on fake tensors where they will do, and what autograd saves in it."""
+
+import logging
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from activations_cuda.copies import ATOMIC, Copier
+from activations_cuda.replacements import MODULE_CALL
+
+FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """What a tensor's elements lie in; several for a sparse or a nested one."""
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    elif hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    else:
+        return [tensor.untyped_storage()]
+    return [storage for part in parts for storage in storages_of(part.detach())]
+
+
+@contextmanager
+def saved_tensors(owner: Callable[[], Any]) -> Iterator[Callable[[], Iterator[tuple[Tensor, Any]]]]:
+    """Yields a function that gives what autograd has saved and still holds, each with what owner() returned then."""
+    saved = []
+
+    def pack(tensor):
+        tensor = tensor.detach()  # because an output keeps its own graph alive
+        saved.append((weakref.ref(tensor), owner()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: ((tensor, owner) for reference, owner in saved if (tensor := reference()) is not None)
+
+
+def name_of_ours(func: Any) -> str:
+    """The name of one of this package's ops, such as relu6_; an empty one for any other function."""
+    return func._schema.name.removeprefix("fastact::") if getattr(func, "namespace", None) == "fastact" else ""
+
+
+def call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
+    """One of this package's ops, out of place, such that it saves of fake tensors what it saves of real ones."""
+    name = name_of_ours(func).removesuffix("_")
+    with_mask = getattr(torch.ops.fastact, name + "_with_mask", None)
+    if with_mask is not None:
+        with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are left to PyTorch's op
+            return getattr(with_mask, func._overloadname)(*args, **kwargs)[0]
+    return getattr(getattr(torch.ops.fastact, name), func._overloadname)(*args, **kwargs)
+
+
+@contextmanager
+def _randomness_unchanged(tensors):
+    """Whatever random numbers a forward pass takes, Python's and numpy's among them."""
+    state = random.getstate()
+    of_numpy = sys.modules.get("numpy.random")
+    numpys_state = of_numpy and of_numpy.get_state()
+    devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if of_numpy:
+                of_numpy.set_state(numpys_state)
+
+
+def _clone(tensor):
+    new = tensor.detach().clone()
+    if type(new) is Tensor:
+        new.__class__ = type(tensor)  # Parameter, or a subclass of it
+        vars(new).update(vars(tensor))
+    elif isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, tensor.requires_grad)
+    return _with_gradient(new, tensor)
+
+
+def _with_gradient(new, tensor):
+    """As a leaf, or as the result of an op, which may be written to in place."""
+    new.requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf:
+        return new
+    with torch.enable_grad():
+        return new.clone()
+
+
+def _uncompiled():
+    """Parts of a model that torch.compile compiles run eagerly. Where Dynamo isn't imported, there are none."""
+    has_stance = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
+    return torch.compiler.set_stance("force_eager") if has_stance else nullcontext()
+
+
+def _fakes(device):
+    """A function that makes fake tensors like others, and the mode that they belong to."""
+    # The mode isn't entered, so what a model creates, such as positions, is real: it may stay in a cache.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return tensor
+        place = device if tensor.is_meta else tensor.device
+        with mode:
+            # A DTensor's size is that of the whole: what is sharded is surveyed as it would be on one device.
+            new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        new = _with_gradient(new, tensor)
+        vars(new).update((name, value) for name, value in vars(tensor).items() if type(value) in ATOMIC)
+        return new
+
+    return fake, mode
+
+
+@contextmanager
+def _without_reports_of_fakes():
+    """PyTorch logs the traceback of what can't be done with fake tensors, after which real ones are tried."""
+
+    def mute(record):
+        return threading.get_ident() != thread
+
+    thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(mute)
+    try:
+        yield
+    finally:
+        logger.removeFilter(mute)
+
+
+def _run(run, copier, model, args, kwargs):
+    with _randomness_unchanged([*model.parameters(), *model.buffers()]), _uncompiled(), torch.enable_grad():
+        run(copier, model, args, kwargs)
+
+
+def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
+    """Call run(copier, model, args, kwargs) with copies on fake tensors or, if the model depends on values, on real ones."""
+    state = [*model.parameters(), *model.buffers()]
+    # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors autocast
+    # would change nothing, and attention, for example, would save more.
+    default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")
+    device = next((tensor.device for tensor in state if not tensor.is_meta), default)
+    fake, mode = _fakes(device)
+    is_there = device.type != "cuda" or torch.cuda.is_available()
+    copier = Copier(fake)
+    try:
+        with torch.inference_mode(False), _without_reports_of_fakes():
+            copies = copier((model, args, kwargs))
+            with nullcontext() if is_there else mode:
+                _run(run, copier, *copies)
+    except Exception as error:
+        if "saved tensor hooks" in str(error):
+            raise RuntimeError(
+                "the model's forward pass calls a transform of torch.func, in which PyTorch has no hooks on saved tensors: it "
+                "can't be surveyed; convert(model) needs no inputs"
+            ) from error
+        if any(tensor.is_meta for tensor, _ in copier.copies.values() if isinstance(tensor, Tensor)):
+            if not isinstance(error, FAKES_WONT_DO):
+                raise
+            raise RuntimeError(
+                f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
+                "inputs with values, got some on the meta device"
+            ) from error
+        try:
+            with torch.inference_mode(False):
+                copier = Copier(_clone)
+                _run(run, copier, *copier((model, args, kwargs)))
+        except torch.cuda.OutOfMemoryError:  # most likely the model doesn't take these inputs
+            raise error  # noqa: B904 (it has both)
+
+
+def running_module(copier: Copier, modules: Collection[nn.Module]) -> Callable[[], nn.Module]:
+    """A function that returns the module whose copy is running; outside of all, the first, which is the model."""
+    originals = {id(copier(module)): module for module in modules}
+
+    def running():
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code is MODULE_CALL and (module := originals.get(id(frame.f_locals["self"]))) is not None:
+                return module
+            frame = frame.f_back
+        return next(iter(modules))
+
+    return running
