@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from activations_cuda.copies import ATOMIC, Copier
 from activations_cuda.replacements import MODULE_CALL
@@ -37,6 +38,11 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     else:
         return [tensor.untyped_storage()]
     return [storage for part in parts for storage in storages_of(part.detach())]
+
+
+def own_storages(model: nn.Module) -> set[StorageWeakRef]:
+    """Those of its parameters and buffers, which are there anyway."""
+    return {StorageWeakRef(part) for tensor in (*model.parameters(), *model.buffers()) for part in storages_of(tensor)}
 
 
 @contextmanager

@@ -15,7 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from activations_cuda.arguments import arguments_of, check_initialized, check_model, unwrapped
-from activations_cuda.dry_run import call_on_fakes, name_of_ours, run_copy, running_module, saved_tensors, storages_of
+from activations_cuda.dry_run import (
+    call_on_fakes,
+    name_of_ours,
+    own_storages,
+    run_copy,
+    running_module,
+    saved_tensors,
+    storages_of,
+)
 from activations_cuda.recipes.hook import Hook, unpack
 from activations_cuda.replacements import FUNCTIONS, class_for, original_of, set_class
 from activations_cuda.survey import Decision, Survey, summary
@@ -162,7 +170,6 @@ class Recomputed:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack), _OutOfPlace():
             output = model(*args, **kwargs)
-        own = {StorageWeakRef(storage) for tensor in (*model.parameters(), *model.buffers()) for storage in storages_of(tensor)}
         kept = {}
         for reference, size, module in values:
             if (value := reference()) is not None:
@@ -172,7 +179,7 @@ class Recomputed:
                 if value.is_recipe:
                     self.rules[value.source] += size
         del output  # until here it holds all that was counted
-        for storage in kept.keys() - own:
+        for storage in kept.keys() - own_storages(model):
             self.kept[first[storage]] += kept[storage]
 
 

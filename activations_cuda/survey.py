@@ -20,7 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from activations_cuda import _C, functional
 from activations_cuda.arguments import unwrapped
-from activations_cuda.dry_run import call_on_fakes, name_of_ours, run_copy, running_module, saved_tensors, storages_of
+from activations_cuda.dry_run import (
+    call_on_fakes,
+    name_of_ours,
+    own_storages,
+    run_copy,
+    running_module,
+    saved_tensors,
+    storages_of,
+)
 from activations_cuda.replacements import (
     CHECKPOINT,
     FUNCTIONS,
@@ -210,7 +218,7 @@ class Survey:
         with saved_tensors(lambda: (running(), watch.call)) as saved, watch:
             output = model(*args, **kwargs)
         storages: dict[StorageWeakRef, _Storage] = {}
-        own = {StorageWeakRef(part) for each in (*model.parameters(), *model.buffers()) for part in storages_of(each)}
+        own = own_storages(model)
         for tensor, (module, call) in saved():
             if call is not None:
                 call.saves = True

@@ -148,6 +148,7 @@ def is_scaled(alpha):
 
 
 def is_no_product(exponent=None):
+    """Squares and cubes are products, in vectors and beyond them."""
     return exponent not in (2, 3)
 
 
