@@ -119,8 +119,9 @@ def _reduced(value):
         state, items, pairs = (rest + [None] * 3)[:3]
         try:
             return function, arguments, state, list(items or ()), list(pairs or ())
-        except RuntimeError:  # another thread has changed it meanwhile
-            continue
+        except RuntimeError as error:
+            if "during iteration" not in str(error):  # not of a container that another thread has changed meanwhile
+                raise
 
 
 class _CannotBeCopied(TypeError):

@@ -9,8 +9,11 @@ import shlex
 import sys
 
 import pytest
+from torch import nn
 
 import activations_cuda
+from activations_cuda.conversion import BY_DEFAULT
+from activations_cuda.replacements import OURS
 from family import SMOOTH
 from trees import FROM_SOURCE, ROOT, run
 
@@ -77,6 +80,19 @@ def test_docstrings_tell_of_arguments_and_result(name):
     function = getattr(activations_cuda, name)
     for part in (*inspect.signature(function).parameters, *(["Returns"] if inspect.isfunction(function) else [])):
         assert re.search(rf"^ +{part}:", function.__doc__, re.MULTILINE), part
+
+
+def test_docstrings_name_what_is_converted_by_default():
+    def names(function):
+        by_default = re.search(r"By default (.+?)\.\n", function.__doc__, re.DOTALL)[1]
+        return [set(re.findall(r"[A-Z]\w+", part)) for part in by_default.split("with inputs")]
+
+    def named(kinds):
+        return {kind.__name__ for kind in kinds}
+
+    assert names(activations_cuda.convert) == [named(BY_DEFAULT), named(OURS.keys() - set(BY_DEFAULT))]
+    mode = activations_cuda.ConvertMode
+    assert mode().functions == mode([getattr(nn, name) for name in names(mode)[0]]).functions
 
 
 @FROM_SOURCE

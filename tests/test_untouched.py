@@ -173,6 +173,12 @@ class Sentinel:
         self.__value = []
 
 
+class Stream(list):
+    def __iter__(self):
+        yield 1
+        raise RuntimeError("closed")
+
+
 class Closes:
     def __init__(self, log):
         self.log = log
@@ -216,11 +222,12 @@ def odd_attributes(model):
     yield memoryview(b"1")
     yield sys.stderr
     yield functools.cache(len)
+    yield Stream()
 
 
 def test_attributes_of_any_kind():
     x, log = torch.randn(ROWS), []
-    for i in range(18):
+    for i in range(19):
         model = net()
         vars(model)["odd"] = value = list(odd_attributes(model))[i]
         model[1].closes = Closes(log)

@@ -200,9 +200,10 @@ at::Tensor Value::compute(bool* is_temporary) {
     const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
+  const auto wanted = strides_of();
   if (formula.is(formulas().same) && value_of(operands[0]).readers > 1) {
     const at::Tensor anothers = value_of(operands[0]).tensor();
-    return strides_of() ? in_strides(anothers, *strides_of()) : anothers;
+    return wanted ? in_strides(anothers, *wanted) : anothers;
   }
   if (auto fused = compute_fused(*this)) {
     if (is_temporary) {
@@ -210,7 +211,6 @@ at::Tensor Value::compute(bool* is_temporary) {
     }
     return *std::move(fused);
   }
-  const auto wanted = strides_of();
   const bool is_back = is_cast_back(*this);
   if (is_back || (!formula.is(formulas().cast) && half_of(*this) != at::ScalarType::Undefined)) {
     const at::Tensor tensor = is_back ? in_half(value_of(operands[0])) : in_half(*this).to(at::kFloat);

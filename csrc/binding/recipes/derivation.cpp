@@ -145,7 +145,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   recipe.configuration = number_of(numbers);
 
   // What several ops compute of the same, as autocast's casts for query, key and value, is computed once.
-  const py::object equal = equal_before(recipe, *step.node);
+  const py::object equal = equal_or_add(recipe, *step.node);
   if (equal && value_of(equal).depth < kMaxDepth) {
     recipe.formula = formulas().same;
     recipe.operands = {equal};

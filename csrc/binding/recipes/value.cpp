@@ -226,7 +226,7 @@ py::object noted(const NodePointer& node, uint32_t number) {
   return object_of(*found->second);
 }
 
-py::object equal_before(Value& recipe, const torch::autograd::Node& node) {
+py::object equal_or_add(Value& recipe, const torch::autograd::Node& node) {
   recipe.sequence = node.sequence_nr();
   Value*& before = recipes_by_operand()[{recipe.operands[0].ptr(), recipe.configuration}];
   const auto is_same = [](const py::object& a, const py::object& b) { return a.is(b); };

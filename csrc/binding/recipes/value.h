@@ -148,8 +148,8 @@ int64_t configuration_of(Value& value);
 void note(const py::object& value, const NodePointer& node, uint32_t number);
 py::object noted(const NodePointer& node, uint32_t number);
 
-// An equal recipe that a node shortly before this one's has, if there is one. Otherwise it is this one that later ones find.
-py::object equal_before(Value& recipe, const torch::autograd::Node& node);
+// The equal recipe of a node shortly before this one's, or null: then this one is added, for later ones to find.
+py::object equal_or_add(Value& recipe, const torch::autograd::Node& node);
 
 void add_value_type(py::module_& module);
 
