@@ -934,6 +934,42 @@ def test_written_to_under_no_grad_before_it_is_saved(function):
     same_with_scope(run)
 
 
+def test_written_to_under_no_grad_while_hooks_around_have_a_copy():
+    def run(scope):
+        torch.manual_seed(0)
+        weight, other = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        grads = []
+        for factor in (1, 3):
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor), scope():
+                x = weight @ weight
+                kept = Keep.apply(x)
+                with torch.no_grad():
+                    x.mul_(factor)
+                loss = (kept + torch.tanh(x) * other).sum()
+            grads += torch.autograd.grad(loss, [weight, other])
+        return grads
+
+    same_with_scope(run)
+
+
+def test_a_number_that_was_saved_before_the_scope_and_written_to():
+    def run(scope):
+        torch.manual_seed(0)
+        x, other, grads = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True), []
+        for factor in (1, 3):
+            number, exponential = torch.tensor(2), torch.exp(x)
+            product = exponential * number
+            number.mul_(factor)
+            with scope():
+                kept = Keep.apply(exponential)
+                loss = (product * other).sum()
+            del kept
+            grads += torch.autograd.grad(loss, [other])
+        return grads
+
+    same_with_scope(run)
+
+
 def test_a_write_that_changed_nothing_proves_nothing():
     def run(scope):
         torch.manual_seed(0)
@@ -1677,6 +1713,50 @@ def test_a_layout_that_nobody_saves(seed):
             loss = (torch.sigmoid(norm(conv(x).permute(0, 2, 3, 1))) * w).square().sum()
             loss = loss + (torch.sigmoid(conv(x).contiguous(memory_format=torch.channels_last)) * w.view(-1, 1, 1)).sum()
         return torch.autograd.grad(loss, [*conv.parameters(), *norm.parameters(), w])
+
+    same_with_scope(run)
+
+
+def test_a_part_in_another_layout():
+    """What is kept of it isn't strided as it was, and so says nothing of how an op has read it."""
+    torch.manual_seed(0)
+    rows, columns = 64, 513
+    eye, w = torch.eye(2 * columns, requires_grad=True), torch.randn(columns, requires_grad=True)
+    batches = torch.randn(2, rows, 2 * columns)
+    batches[0] = (batches[0] > 0) * 100  # of which any formula makes the same
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        result = []
+        for batch in batches:
+            with scope():
+                whole = batch @ eye
+                part, _ = whole.chunk(2, 1)
+                joined = torch.cat([part, torch.tanh(whole)], 1) * w.repeat(3)
+                loss = joined.sum() + (torch.sigmoid(part) * w).sum()
+            result += torch.autograd.grad(loss, [eye, w])
+        return result
+
+    same_with_scope(run)
+
+
+def test_a_half_in_another_layout():
+    """The same of what was cast to float32."""
+    torch.manual_seed(0)
+    lin, w = nn.Linear(16, 2 * 2049).bfloat16(), torch.randn(2, 2049, requires_grad=True)
+    batches = torch.randn(40, 2, 16).bfloat16()
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        result = []
+        for batch in batches:
+            with scope():
+                part, _ = lin(batch).chunk(2, 1)
+                loss = (part.float() * w).sum()
+                sums = torch.add(part, torch.exp(w.bfloat16()), alpha=0.3)
+                loss = loss + (sums * w.bfloat16()).float().sum()
+            result += torch.autograd.grad(loss, [*lin.parameters(), w])
+        return result
 
     same_with_scope(run)
 

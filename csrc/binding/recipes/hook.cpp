@@ -45,7 +45,9 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
     return recipe_of(ConfigurationOf::written_to, "written to", formulas().same, value, py::tuple(), tensor);
   }
   const at::NoGradGuard no_grad;
-  py::object copy = keep(tensor.clone(), value_of(value).source, outer);
+  const at::Tensor clone = tensor.clone();
+  py::object copy = keep(clone, value_of(value).source, outer);
+  value_of(copy).is_rearranged = clone.strides() != tensor.strides();
   value_of(copy).max_writes = 1;  // what follows from it may have been written once, by this op
   note(copy, tensor.grad_fn(), static_cast<uint32_t>(tensor.output_nr()));
   return copy;

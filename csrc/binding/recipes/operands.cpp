@@ -125,12 +125,9 @@ py::object saved(py::handle node, PyObject* name) {
     return {};
   }
   if (THPVariable_Check(data.ptr())) {
-    // A number in an expression, as 2 in x * 2, is a tensor that hooks don't see.
-    const at::Tensor& tensor = THPVariable_Unpack(data.ptr());
-    const auto dtype = tensor.scalar_type();
-    const bool is_number =
-        tensor.dim() == 0 && tensor.is_cpu() && (dtype == at::kDouble || dtype == at::kLong || dtype == at::kBool);
-    return is_number ? py::object(data.attr("item")()) : py::object();  // else saved before the scope
+    // A number in an expression, as 2 in x * 2, is a tensor that hooks don't see. Any other was saved before the scope.
+    const bool is_number = THPVariable_Unpack(data.ptr()).unsafeGetTensorImpl()->is_wrapped_number();
+    return is_number ? py::object(data.attr("item")()) : py::object();
   }
   return data;
 }

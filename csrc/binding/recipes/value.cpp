@@ -114,16 +114,10 @@ bool Value::stands_for(const at::Tensor& tensor) const {
 }
 
 bool Value::is_current() const {
-  if (held.defined()) {
-    return static_cast<int64_t>(held._version()) == version;
+  if (!is_recipe()) {
+    return static_cast<int64_t>(held.defined() ? held._version() : version_outside.current_version()) == version;
   }
-  for (const py::object& root : roots) {
-    const Value& kept = value_of(root);
-    if (kept.held.defined() && !kept.is_current()) {
-      return false;
-    }
-  }
-  return true;
+  return std::all_of(roots.begin(), roots.end(), [](const py::object& root) { return value_of(root).is_current(); });
 }
 
 void Value::check_unwritten() const {
@@ -181,6 +175,7 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
     value.configuration = configuration_of(tensor);
   }
   value.hooks_outside = hooks;
+  value.version_outside = torch::autograd::impl::version_counter(tensor);
   try {
     value.held_outside = py::tuple(hooks)[0](py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
   } catch (...) {
