@@ -79,4 +79,6 @@ def arguments_of(
             signature(called.forward).bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{name}: expected the arguments of the model's forward ({error}){hint}") from None
+        except ValueError:  # it has no signature
+            pass
     return moved_by_wrapper(model, (args, kwargs))

@@ -42,6 +42,8 @@ CONTAINERS = dict, list, set, OrderedDict, defaultdict, deque
 # Copies do without what is called at the end of what they refer to.
 REFERENCES = {weakref.ref: weakref.ref, weakref.KeyedRef: weakref.ref, weakref.WeakMethod: weakref.WeakMethod}
 CACHED = type(lru_cache(len))
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+MAX_BYTES = 2**24  # of an array, beyond which it is data rather than state
 # What hooks call that does more than compute.
 EFFECTS = frozenset({"print", "open", "input", "breakpoint", "exec", "eval", "setattr", "delattr"})
 
@@ -106,10 +108,12 @@ def _is_hashed_by_identity(key):
 
 
 def _is_shared(value, kind):
-    """Whether it has what a copy must not: an identity that others ask for, a finalizer, threads or processes."""
+    """Whether it has what a copy must not: an identity that others ask for, a finalizer, threads or processes, much memory."""
     if kind is BuiltinFunctionType and type(value.__self__) in ATOMIC:  # a function, no method of what is copied
         return True
-    return kind is object or issubclass(kind, (type, ModuleType)) or hasattr(kind, "__del__") or _is_of(kind, SHARED)
+    if kind is object or issubclass(kind, (type, ModuleType)) or hasattr(kind, "__del__") or _is_of(kind, SHARED):
+        return True
+    return (len(value) if kind is bytearray else getattr(value, "nbytes", 0)) > MAX_BYTES
 
 
 def _reduced(value):
@@ -212,6 +216,8 @@ class Copier:
         function, arguments, state, items, pairs = _reduced(value)
         copy = function(*map(self, arguments))
         self.copies[id(value)] = value, copy
+        if copy is value:  # there is one of its kind
+            return
         if hasattr(kind, "__setstate__") and state is not None:
             copy.__setstate__(self(state))
         elif state is not None:
@@ -242,7 +248,7 @@ class Copier:
 
         def fill():
             attributes = _containers_of(kind) | vars(module)
-            for name in ("_forward_hooks", "_forward_pre_hooks"):
+            for name in HOOKS:
                 kept = ((key, hook) for key, hook in list(attributes.get(name, {}).items()) if _keeps_nothing(hook))
                 attributes[name] = OrderedDict(kept)
             vars(copy).update(self._items(list(attributes.items())))

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from activations_cuda.copies import ATOMIC, Copier
-from activations_cuda.replacements import MODULE_CALL
+from activations_cuda.replacements import MODULE_CALL, first_argument, forward_of
 
 FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
@@ -61,17 +61,25 @@ def saved_tensors(owner: Callable[[], Any]) -> Iterator[Callable[[], Iterator[tu
 
 def name_of_ours(func: Any) -> str:
     """The name of one of this package's ops, such as relu6_; an empty one for any other function."""
-    return func._schema.name.removeprefix("fastact::") if getattr(func, "namespace", None) == "fastact" else ""
+    package, _, name = getattr(func, "_qualified_op_name", getattr(func, "_name", "")).partition("::")
+    return name.partition(".")[0] if package == "fastact" else ""
+
+
+def overload_of(func: Any, args: Any, kwargs: Any) -> str:
+    """The name of the overload of one of this package's ops that is called."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
+    return func._overloadname
 
 
 def call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
     """One of this package's ops, out of place, such that it saves of fake tensors what it saves of real ones."""
-    name = name_of_ours(func).removesuffix("_")
+    name, overload = name_of_ours(func).removesuffix("_"), overload_of(func, args, kwargs)
     with_mask = getattr(torch.ops.fastact, name + "_with_mask", None)
     if with_mask is not None:
         with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are left to PyTorch's op
-            return getattr(with_mask, func._overloadname)(*args, **kwargs)[0]
-    return getattr(getattr(torch.ops.fastact, name), func._overloadname)(*args, **kwargs)
+            return getattr(with_mask, overload)(*args, **kwargs)[0]
+    return getattr(getattr(torch.ops.fastact, name), overload)(*args, **kwargs)
 
 
 @contextmanager
@@ -195,11 +203,12 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
 def running_module(copier: Copier, modules: Collection[nn.Module]) -> Callable[[], nn.Module]:
     """A function that returns the module whose copy is running; outside of all, the first, which is the model."""
     originals = {id(copier(module)): module for module in modules}
+    calls = {forward_of(type(module)) for module in modules} | {MODULE_CALL}  # a forward may be called by itself
 
     def running():
         frame = sys._getframe()
         while frame is not None:
-            if frame.f_code is MODULE_CALL and (module := originals.get(id(frame.f_locals["self"]))) is not None:
+            if frame.f_code in calls and (module := originals.get(id(first_argument(frame)))) is not None:
                 return module
             frame = frame.f_back
         return next(iter(modules))

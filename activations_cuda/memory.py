@@ -131,10 +131,19 @@ class MemoryReport:
 
 
 class _OutOfPlace(TorchFunctionMode):
-    """For fake tensors, on which this package's ops in place copy: what follows is to see the op itself."""
+    """For fake tensors, on which this package's ops in place copy: what follows is to see the op itself.
+
+    But what is written to a view is its base's, which follows from nothing then.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        return call_on_fakes(func, args, kwargs or {}) if name_of_ours(func) else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        name = name_of_ours(func)
+        if not name:
+            return func(*args, **kwargs)
+        if name.endswith("_") and args[0]._is_view():
+            return args[0].copy_(call_on_fakes(func, (args[0].clone(), *args[1:]), kwargs))
+        return call_on_fakes(func, args, kwargs)
 
 
 class Recomputed:

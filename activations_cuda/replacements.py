@@ -101,6 +101,16 @@ def caller(*codes: types.CodeType | None) -> types.FrameType | None:
     return frame
 
 
+def forward_of(kind: type[nn.Module]) -> types.CodeType | None:
+    """The code of its forward, if that is a function."""
+    return getattr(unwrap(kind.forward), "__code__", None)
+
+
+def first_argument(frame: types.FrameType) -> Any:
+    """Of the function that it runs: self, of a method."""
+    return frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+
+
 class _ForwardMode(FunctionMode):
     def is_meant(self):
         if is_dynamo_compiling():  # a part of the forward
@@ -221,7 +231,7 @@ def subclass(original: type, members: dict[str, Any]) -> type:
 
 def original_of(kind: type) -> type:
     """The class that a module had before it was converted. What others have derived from a replacement is theirs."""
-    return vars(kind).get("_fastact_original") or ORIGINALS.get(kind, kind)
+    return vars(kind).get("_fastact_original", ORIGINALS.get(kind, kind))
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from inspect import signature, unwrap
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from activations_cuda.arguments import unwrapped
 from activations_cuda.dry_run import (
     call_on_fakes,
     name_of_ours,
+    overload_of,
     own_storages,
     run_copy,
     running_module,
@@ -36,6 +37,8 @@ from activations_cuda.replacements import (
     ORIGINAL_FUNCTIONS,
     caller,
     calls_its_class,
+    first_argument,
+    forward_of,
     is_patched,
     original_of,
     replacements_of,
@@ -105,7 +108,7 @@ class _Watch(TorchFunctionMode):
         name = name_of_ours(func)
         if name:
             original = ORIGINAL_FUNCTIONS.get((nn.functional, name.removesuffix("_")))
-            if original is None or func._overloadname != "default" or not hasattr(torch.ops.aten, name):
+            if original is None or overload_of(func, args, kwargs) != "default" or not hasattr(torch.ops.aten, name):
                 output = call_on_fakes(func, args, kwargs)  # PyTorch has no such function
                 return args[0].copy_(output) if name.endswith("_") else output
             func, kwargs = original, kwargs | ({"inplace": True} if name.endswith("_") else {})
@@ -121,7 +124,7 @@ class _Watch(TorchFunctionMode):
         finally:
             self.call = None
         if _C.family[self.calls[-1].function].saves_output and isinstance(output, Tensor):
-            self.outputs.append((self.calls[-1], output.detach(), output._version))  # whose graph may be freed
+            self.outputs.append((self.calls[-1], output.detach(), _version(output)))  # whose graph may be freed
         return output
 
     def _new_call(self, function, args, kwargs, is_ours):
@@ -140,6 +143,10 @@ class _Watch(TorchFunctionMode):
                 call.is_overwritten = True
 
 
+def _version(tensor):
+    return None if tensor.is_inference() else tensor._version
+
+
 def _drops_in_place(func, kwargs):
     """Whether it is a dropout in place, which writes to its input in training, though not in eval mode or with p=0."""
     name = getattr(func, "__name__", "")
@@ -148,12 +155,9 @@ def _drops_in_place(func, kwargs):
 
 def calls_from_forward(module: nn.Module) -> bool:
     """Whether it is its forward that calls here, not a hook of it, a module that it doesn't register, or a checkpoint."""
-    forward = getattr(unwrap(type(module).forward), "__code__", None)
+    forward = forward_of(type(module))
     frame = caller(forward, MODULE_CALL, CHECKPOINT)
-    if frame is None or frame.f_code is not forward:
-        return False
-    frame = caller(MODULE_CALL, CHECKPOINT)
-    return frame is not None and frame.f_code is MODULE_CALL and frame.f_locals["self"] is module
+    return frame is not None and frame.f_code is forward and first_argument(frame) is module
 
 
 def can_convert(module: nn.Module) -> bool:
@@ -226,9 +230,10 @@ class Survey:
                 if (key := StorageWeakRef(storage)) not in own:
                     storages.setdefault(key, _Storage(storage.nbytes())).savers.append((module, call))
         for call, tensor, version in watch.outputs:
-            storage = tensor.untyped_storage()
             call.saves_output = True
-            call.is_overwritten |= tensor._version != version
+            call.is_overwritten |= _version(tensor) != version
+            dense = torch.empty_like(tensor, device="meta")  # a copy is saved of what isn't, as some views in place
+            storage = (tensor if tensor.stride() == dense.stride() else dense).untyped_storage()
             storages.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
         del output  # until here it holds all that is counted
         copier.copies.clear()

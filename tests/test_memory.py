@@ -1,6 +1,7 @@
 """The memory report: what it counts, and the command that prints it."""
 
 import dataclasses
+import inspect
 import json
 import sys
 from contextlib import nullcontext
@@ -12,8 +13,8 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import activations_cuda
+from activations_cuda import _C, memory
 from activations_cuda import __main__ as command
-from activations_cuda import memory
 from activations_cuda.__main__ import main
 from activations_cuda.memory import LayerMemory, memory_report, saved_bytes
 from activations_cuda.replacements import original_of, set_class
@@ -388,3 +389,85 @@ def test_what_is_still_held_after_the_forward_pass_counts(model, rows, is_conver
         activations_cuda.convert(model, x)
     assert (report.before, report.after) == (before, held())
     assert (report.after < before) == is_converted
+
+
+class Calls(nn.Module):
+    """A layer between two others that saves nothing itself, and how it is called."""
+
+    def __init__(self, call, act=None):
+        super().__init__()
+        self.before, self.after, self.call, self.act = nn.Linear(64, 64), nn.Linear(64, 64), call, act
+
+    def forward(self, x):
+        return self.after(self.call(self, self.before(x)))
+
+
+def within_inference_mode(model, x):
+    with torch.inference_mode():
+        F.silu(x.detach())
+    return F.relu6(x) * 2
+
+
+def of_columns(function):
+    def call(model, x):
+        function(x[:, :32], inplace=True)
+        return x
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "converts"),
+    [
+        (within_inference_mode, True),
+        (of_columns(F.silu), False),
+        (of_columns(F.mish), False),
+        (lambda model, x: (model.act(x) * 2).cos() + model.act.forward(x) * 2, True),
+        (lambda model, x: model.act(x[:, :2] * 2).sum() + model.act.forward(x) + x.square(), False),
+        (lambda model, x: torch.ops.fastact.relu6(x) * 2, False),
+        (lambda model, x: torch.ops.fastact.hardsigmoid(x, 0.2, 0.5) * 2, False),
+        (lambda model, x: torch.ops.fastact.relu6_(x) * 2, False),
+    ],
+)
+def test_however_it_is_called(call, converts):
+    model, x = Calls(call, nn.ReLU6()).bfloat16(), torch.randn(512, 64, dtype=torch.bfloat16)
+    report = memory_report(model, x)
+    calls_ours = "torch.ops" in inspect.getsource(call) and "fastact" in call.__code__.co_names
+    assert measure(model, x) == (report.after if calls_ours else report.before)
+    with nullcontext() if converts or calls_ours else pytest.warns(UserWarning, match="nothing to convert"):
+        activations_cuda.convert(model, x)
+    assert bool(activations_cuda.converted(model)) == converts
+    assert measure(model, x) == report.after <= report.before
+
+
+class Permuted(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.Hardswish, nn.ReLU6, nn.ReLU])
+def test_report_of_the_scope_in_place_on_a_view(act):
+    """What is written to a view has no recipe."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), Permuted(16), act(inplace=True), nn.Conv2d(16, 16, 3))
+    x = torch.randn(4, 3, 16, 16)
+    report = memory_report(model, x, recompute=True)
+    activations_cuda.convert(model, x, recompute=True)
+    set_class(model, original_of(type(model)))
+    for _ in range(2):
+        with Scope(model, check=False) as scope:
+            output = model(x)
+    assert report.recompute == scope.bytes(model)
+    del output
+
+
+def test_report_of_the_scope_where_the_model_differentiates():
+    class Penalized(nn.Sequential):
+        def forward(self, x):
+            y = super().forward(x)
+            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y.sum() + grad.square().sum()
+
+    _C.recipes.forget_chosen()
+    for norm in nn.LayerNorm(64), nn.BatchNorm1d(64), nn.GroupNorm(4, 64):
+        model, x = Penalized(nn.Linear(64, 64), norm, nn.SiLU(), nn.Linear(64, 64)), torch.randn(64, 64, requires_grad=True)
+        assert memory_report(model, x, recompute=True).recompute > 0

@@ -19,6 +19,7 @@ import weakref
 from enum import Enum
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import activations_cuda
 from activations_cuda import dry_run
+from activations_cuda.copies import Copier
 from activations_cuda.memory import saved_bytes
 from test_conversion import assert_same_step
 
@@ -100,6 +102,19 @@ def test_owners_of_hooks():
     model(torch.randn(ROWS)).sum().backward()
     assert (len(seen), len(SEEN)) == (4, 1)
     assert mean.total.item() != 0
+
+
+def test_hooks_of_a_model_that_differentiates():
+    class Penalized(nn.Sequential):
+        def forward(self, x):
+            return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
+
+    model = Penalized(*net())
+    model[1].register_full_backward_hook(collect)
+    model[1].register_full_backward_pre_hook(lambda module, grads: SEEN.append(grads))
+    SEEN.clear()
+    activations_cuda.convert(model, torch.randn(ROWS, requires_grad=True))
+    assert not SEEN
 
 
 def test_hooks_that_make_the_weights_are_called():
@@ -177,6 +192,35 @@ class Stream(list):
     def __iter__(self):
         yield 1
         raise RuntimeError("closed")
+
+
+class Only:
+    """There is one of it."""
+
+    one = None
+
+    def __new__(cls):
+        cls.one = cls.one or super().__new__(cls)
+        return cls.one
+
+
+def test_an_object_of_which_there_is_one():
+    class Net(Act):
+        def __init__(self):
+            super().__init__()
+            self.only = Only()
+            self.only.seen = seen
+
+    seen = []
+    model = activations_cuda.convert(Net(), torch.randn(ROWS))
+    assert model.only.seen is seen
+
+
+def test_large_arrays_are_shared():
+    for large in np.zeros(2**25, dtype=np.uint8), bytearray(2**25), memoryview(bytes(2**25)):
+        small = [1]
+        copied = Copier(torch.clone)([large, small])
+        assert copied[0] is large and copied[1] is not small
 
 
 class Closes:
@@ -931,6 +975,39 @@ def test_an_iterator_over_modules():
     model = activations_cuda.convert(Net(), torch.randn(2, 8))
     assert activations_cuda.converted(model) == {"ReLU6": 1}
     assert [*model.left] == [*model.blocks] and next(model.pairs) == (0, model.blocks[0])
+
+
+class Registry(type):
+    def __len__(cls):
+        return 0
+
+
+def test_a_class_that_is_false():
+    class Net(Act, metaclass=Registry):
+        pass
+
+    model = activations_cuda.convert(Net(), torch.randn(ROWS))
+    assert activations_cuda.converted(model) == {"Net": 1}
+    assert type(activations_cuda.revert(model)) is Net
+
+
+def test_a_forward_without_a_signature():
+    class Forward:
+        def __get__(self, module, kind=None):
+            return self if module is None else functools.partial(self, module)
+
+        def __call__(self, module, x):
+            return module.act(module.norm(x))
+
+    class Net(Act):
+        forward = Forward()
+
+        def __init__(self):
+            super().__init__()
+            self.act = nn.ReLU6()
+
+    model = activations_cuda.convert(Net(), torch.randn(ROWS))
+    assert activations_cuda.converted(model) == {"ReLU6": 1}
 
 
 def test_modules_that_another_thread_is_importing(monkeypatch):
