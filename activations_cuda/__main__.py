@@ -32,14 +32,14 @@ LIBRARIES = {"torchvision": torchvision_model, "timm": timm_model}
 
 def load(spec):
     """The model that `library:name` names, without weights."""
-    library, _, name = spec.partition(":")
+    library, _, name = spec.lower().partition(":")
     if library not in LIBRARIES or not name:
         raise ValueError(f"expected torchvision:NAME or timm:NAME, got {spec}")
     known, create = LIBRARIES[library](name)
-    if name not in known:
+    if name.partition(".")[0] not in known:  # timm's names may end in a tag of weights
         close = difflib.get_close_matches(name, known)
         hint = f"; do you mean {' or '.join(close)}?" if close else ""
-        raise ValueError(f"{library} has no model {name}{hint}")
+        raise ValueError(f"{library} has no model {name} that classifies images{hint}")
     try:
         with torch.device("meta"):
             return create()
@@ -91,7 +91,7 @@ def info():
 
 
 def positive(text):
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
+    if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {2**31 - 1}, got {text}")
     return int(text)
 

@@ -132,9 +132,10 @@ def convert(
 
     Raises:
         TypeError: not a module, a scripted one, with inputs an FSDP1-wrapped one, or inputs that are no arguments.
-        ValueError: a class that isn't in the family, ``classes`` were named and the model has none of them to convert, or with
-            ``recompute=True`` a model that has a forward of its own instead of its class's.
-        RuntimeError: the forward pass depends on the values of tensors on the meta device.
+        ValueError: a class that isn't in the family, ``classes`` were named and the model has none of them to convert, a lazy
+            module that hasn't been called yet, or with ``recompute=True`` a model that has a forward of its own instead of its
+            class's.
+        RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func.
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)

@@ -196,6 +196,7 @@ def test_command_refuses_bad_input(capsys, monkeypatch):
     assert "expected torchvision:NAME or timm:NAME, got mobilenet_v2" in fails(["report", "mobilenet_v2"], capsys)
     assert "expected torchvision:NAME or timm:NAME, got keras:vgg" in fails(["report", "keras:vgg"], capsys)
     assert "expected a whole number from 1 to 2147483647, got 0" in fails(["report", "timm:vgg11", "--batch", "0"], capsys)
+    assert "got \u0663" in fails(["report", "timm:vgg11", "--batch", "\u0663"], capsys)
     monkeypatch.setitem(sys.modules, "torchvision", None)
     message = fails(["report", "torchvision:mobilenet_v2"], capsys)
     assert "the memory report needs torchvision" in message
@@ -223,7 +224,8 @@ def test_command(model, capsys, tmp_path):
     for library in (model.split(":")[0], "matplotlib"):
         pytest.importorskip(library, exc_type=Exception)
     paths = tmp_path / "report.json", tmp_path / "report.png"
-    main(["report", model, "--batch", "256", "--json", str(paths[0]), "--chart", str(paths[1])])
+    spec = model.upper() if model.startswith("torchvision") else model + ".ra_in1k"
+    main(["report", spec, "--batch", "256", "--json", str(paths[0]), "--chart", str(paths[1])])
     result = json.loads(paths[0].read_text())
     assert result["after"] < 0.72 * result["before"]
     assert "\nin all" in capsys.readouterr().out
