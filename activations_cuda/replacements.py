@@ -103,7 +103,7 @@ def caller(*codes: types.CodeType | None) -> types.FrameType | None:
 
 def forward_of(kind: type[nn.Module]) -> types.CodeType | None:
     """The code of its forward, if that is a function."""
-    return getattr(unwrap(kind.forward), "__code__", None)
+    return getattr(unwrap(getattr(kind, "forward", None)), "__code__", None)  # TorchScript's classes have none
 
 
 def first_argument(frame: types.FrameType) -> Any:

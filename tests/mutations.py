@@ -233,7 +233,10 @@ RECOMPUTE = [
         "second.ptr(getPyInterpreter()) == unpack_hook().ptr();",
         "second.ptr(getPyInterpreter());",
     ),
-    Mutant("what is overwritten is kept", HOOK, "keep(tensor.clone(), value_of(value).source, outer);", "value;"),
+    Mutant("what is overwritten is kept", HOOK, "keep(clone, value_of(value).source, outer);", "value;"),
+    Mutant("a part says how it was laid out", JOINED, "value_of(value).is_rearranged = true;", ""),
+    Mutant("a half says how it was laid out", DERIVATION, "value_of(recipe.operands[0]).is_rearranged = true;", ""),
+    Mutant("what hooks around have is current", VALUE, "version_outside.current_version()", "version"),
     Mutant(
         "a recipe of what is overwritten", HOOK, "value_of(value).is_recipe() && !is_written", "value_of(value).is_recipe()"
     ),
