@@ -7,6 +7,10 @@ from activations_cuda._load import has_gpu
 
 GPUS = torch.cuda.device_count() if has_gpu() else 0
 
+WITH_THREADS = {
+    f"test_{name}" for name in ("exact", "exhaustive", "guards", "inplace", "mask", "programs", "smooth", "strides")
+}
+
 _C.recipes.set_smallest(0, 0)  # in the scope the tests' tensors follow from others whatever their size
 
 
@@ -14,6 +18,16 @@ def pytest_runtest_setup(item):
     needed = max((mark.kwargs.get("gpus", 1) for mark in item.iter_markers("cuda")), default=0)
     if needed > GPUS:
         pytest.skip(f"needs {needed} GPU(s), and a build for CUDA")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads(request):
+    """One in each process, but where tensors are large enough for several: to wake others takes longer than a small model."""
+    before = torch.get_num_threads()
+    if request.module.__name__ not in WITH_THREADS:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
