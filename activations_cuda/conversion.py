@@ -40,6 +40,8 @@ BY_DEFAULT = tuple(
     kind for kind, name in FUNCTIONS.items() if _C.family[name].pytorch_saves != "output" and not _C.family[name].saves_output
 )
 
+FROZEN_AT_FIRST = gc.get_freeze_count()  # Python 3.12 starts with some
+
 # In a scope of recompute() those save their input, as PyTorch's do, and in place they need no copy of it.
 SMOOTH = tuple(kind for kind, name in FUNCTIONS.items() if _C.family[name].saves_output)
 
@@ -220,7 +222,7 @@ def _replace(model, functions):
 
 def _held_elsewhere(model, modules):
     """Those that are children of a module outside of the model's tree too, or were until a twin took their place there."""
-    if gc.get_freeze_count():  # what is frozen isn't found
+    if gc.get_freeze_count() > FROZEN_AT_FIRST:  # what is frozen isn't found
         return [module for module in modules if module is not model]
     found = _children_elsewhere(model, modules)
     if found:  # maybe of a model that is garbage
