@@ -24,7 +24,7 @@ def torchvision_model(name):
 
 def timm_model(name):
     timm = require("timm")
-    return timm.list_models(), lambda: timm.create_model(name)
+    return [*timm.list_models(), *timm.list_pretrained()], lambda: timm.create_model(name)
 
 
 LIBRARIES = {"torchvision": torchvision_model, "timm": timm_model}
@@ -36,10 +36,10 @@ def load(spec):
     if library not in LIBRARIES or not name:
         raise ValueError(f"expected torchvision:NAME or timm:NAME, got {spec}")
     known, create = LIBRARIES[library](name)
-    if name.partition(".")[0] not in known:  # timm's names may end in a tag of weights
+    if name not in known:
         close = difflib.get_close_matches(name, known)
         hint = f"; do you mean {' or '.join(close)}?" if close else ""
-        raise ValueError(f"{library} has no model {name} that classifies images{hint}")
+        raise ValueError(f"{library} has no image classifier {name}{hint}")
     try:
         with torch.device("meta"):
             return create()

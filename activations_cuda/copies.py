@@ -13,7 +13,15 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import lru_cache
 from itertools import chain
-from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -113,7 +121,8 @@ def _is_shared(value, kind):
         return True
     if kind is object or issubclass(kind, (type, ModuleType)) or hasattr(kind, "__del__") or _is_of(kind, SHARED):
         return True
-    return (len(value) if kind is bytearray else getattr(value, "nbytes", 0)) > MAX_BYTES
+    has_size = type(getattr(kind, "nbytes", None)) is GetSetDescriptorType  # an array, by a class written in C
+    return (len(value) if kind is bytearray else value.nbytes if has_size else 0) > MAX_BYTES
 
 
 def _reduced(value):

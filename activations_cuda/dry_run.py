@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from activations_cuda.copies import ATOMIC, Copier
-from activations_cuda.replacements import MODULE_CALL, first_argument, forward_of
+from activations_cuda.replacements import MODULE_CALL
 
 FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
@@ -203,12 +203,11 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
 def running_module(copier: Copier, modules: Collection[nn.Module]) -> Callable[[], nn.Module]:
     """A function that returns the module whose copy is running; outside of all, the first, which is the model."""
     originals = {id(copier(module)): module for module in modules}
-    calls = {forward_of(type(module)) for module in modules} | {MODULE_CALL}  # a forward may be called by itself
 
     def running():
         frame = sys._getframe()
         while frame is not None:
-            if frame.f_code in calls and (module := originals.get(id(first_argument(frame)))) is not None:
+            if frame.f_code is MODULE_CALL and (module := originals.get(id(frame.f_locals["self"]))) is not None:
                 return module
             frame = frame.f_back
         return next(iter(modules))

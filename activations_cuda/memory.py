@@ -141,7 +141,7 @@ class _OutOfPlace(TorchFunctionMode):
         name = name_of_ours(func)
         if not name:
             return func(*args, **kwargs)
-        if name.endswith("_") and args[0]._is_view():
+        if name.endswith("_") and args and args[0]._is_view():
             return args[0].copy_(call_on_fakes(func, (args[0].clone(), *args[1:]), kwargs))
         return call_on_fakes(func, args, kwargs)
 

@@ -101,16 +101,6 @@ def caller(*codes: types.CodeType | None) -> types.FrameType | None:
     return frame
 
 
-def forward_of(kind: type[nn.Module]) -> types.CodeType | None:
-    """The code of its forward, if that is a function."""
-    return getattr(unwrap(getattr(kind, "forward", None)), "__code__", None)  # TorchScript's classes have none
-
-
-def first_argument(frame: types.FrameType) -> Any:
-    """Of the function that it runs: self, of a method."""
-    return frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
-
-
 class _ForwardMode(FunctionMode):
     def is_meant(self):
         if is_dynamo_compiling():  # a part of the forward

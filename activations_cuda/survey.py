@@ -9,7 +9,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any
 
 import torch
@@ -37,8 +37,6 @@ from activations_cuda.replacements import (
     ORIGINAL_FUNCTIONS,
     caller,
     calls_its_class,
-    first_argument,
-    forward_of,
     is_patched,
     original_of,
     replacements_of,
@@ -155,9 +153,12 @@ def _drops_in_place(func, kwargs):
 
 def calls_from_forward(module: nn.Module) -> bool:
     """Whether it is its forward that calls here, not a hook of it, a module that it doesn't register, or a checkpoint."""
-    forward = forward_of(type(module))
+    forward = getattr(unwrap(type(module).forward), "__code__", None)
     frame = caller(forward, MODULE_CALL, CHECKPOINT)
-    return frame is not None and frame.f_code is forward and first_argument(frame) is module
+    if frame is None or frame.f_code is not forward:
+        return False
+    frame = caller(MODULE_CALL, CHECKPOINT)
+    return frame is not None and frame.f_code is MODULE_CALL and frame.f_locals["self"] is module
 
 
 def can_convert(module: nn.Module) -> bool:
@@ -232,8 +233,11 @@ class Survey:
         for call, tensor, version in watch.outputs:
             call.saves_output = True
             call.is_overwritten |= _version(tensor) != version
-            dense = torch.empty_like(tensor, device="meta")  # a copy is saved of what isn't, as some views in place
-            storage = (tensor if tensor.stride() == dense.stride() else dense).untyped_storage()
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                dense = torch.empty_like(tensor, device="meta")
+                # A copy is saved of what isn't dense, as some views in place.
+                tensor = tensor if tensor.stride() == dense.stride() else dense
+            storage = tensor.untyped_storage()
             storages.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
         del output  # until here it holds all that is counted
         copier.copies.clear()

@@ -8,7 +8,7 @@ from activations_cuda._load import has_gpu
 GPUS = torch.cuda.device_count() if has_gpu() else 0
 
 WITH_THREADS = {
-    f"test_{name}" for name in ("exact", "exhaustive", "guards", "inplace", "mask", "programs", "smooth", "strides")
+    f"test_{name}" for name in ("exact", "exhaustive", "guards", "inplace", "mask", "programs", "rules", "smooth", "strides")
 }
 
 _C.recipes.set_smallest(0, 0)  # in the scope the tests' tensors follow from others whatever their size

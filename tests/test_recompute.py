@@ -1717,7 +1717,10 @@ def test_a_layout_that_nobody_saves(seed):
     same_with_scope(run)
 
 
-def test_a_part_in_another_layout():
+@pytest.mark.parametrize(
+    "hooks", [contextlib.nullcontext, partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.clone)]
+)
+def test_a_part_in_another_layout(hooks):
     """What is kept of it isn't strided as it was, and so says nothing of how an op has read it."""
     torch.manual_seed(0)
     rows, columns = 64, 513
@@ -1729,7 +1732,7 @@ def test_a_part_in_another_layout():
     def run(scope):
         result = []
         for batch in batches:
-            with scope():
+            with hooks(), scope():
                 whole = batch @ eye
                 part, _ = whole.chunk(2, 1)
                 joined = torch.cat([part, torch.tanh(whole)], 1) * w.repeat(3)
@@ -1740,7 +1743,10 @@ def test_a_part_in_another_layout():
     same_with_scope(run)
 
 
-def test_a_half_in_another_layout():
+@pytest.mark.parametrize(
+    "hooks", [contextlib.nullcontext, partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.clone)]
+)
+def test_a_half_in_another_layout(hooks):
     """The same of what was cast to float32."""
     torch.manual_seed(0)
     lin, w = nn.Linear(16, 2 * 2049).bfloat16(), torch.randn(2, 2049, requires_grad=True)
@@ -1750,7 +1756,7 @@ def test_a_half_in_another_layout():
     def run(scope):
         result = []
         for batch in batches:
-            with scope():
+            with hooks(), scope():
                 part, _ = lin(batch).chunk(2, 1)
                 loss = (part.float() * w).sum()
                 sums = torch.add(part, torch.exp(w.bfloat16()), alpha=0.3)

@@ -217,10 +217,22 @@ def test_an_object_of_which_there_is_one():
 
 
 def test_large_arrays_are_shared():
-    for large in np.zeros(2**25, dtype=np.uint8), bytearray(2**25), memoryview(bytes(2**25)):
-        small = [1]
-        copied = Copier(torch.clone)([large, small])
-        assert copied[0] is large and copied[1] is not small
+    for large in np.zeros(2**25, dtype=np.uint8), bytearray(2**25):
+        assert Copier(torch.clone)(large) is large
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Sized(dict):
+    def nbytes(self):
+        return 2**25
+
+
+def test_other_objects_are_copied():
+    for small in np.zeros(8), bytearray(8), Attributes(a=[]), Sized(a=[]):
+        assert Copier(torch.clone)(small) is not small
 
 
 class Closes:

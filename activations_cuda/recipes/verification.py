@@ -51,7 +51,7 @@ class Candidates:
     on_cpu: tuple[Formula, ...] | None = None
 
     def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Tensor:
-        """The output, of a dry run that takes every formula for right and chooses none."""
+        """The output by PyTorch's own op, for dry runs, which choose no formula."""
         return self.op(input, weight, bias, *(each for each in others if not isinstance(each, Tensor)))[0]
 
     def choose(

@@ -130,6 +130,7 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const auto number = static_cast<uint32_t>(tensor.output_nr());
   py::object value = noted(node, number);
   if (value && value_of(value).stands_for(tensor)) {
+    value_of(value).is_rearranged = false;
     return value;
   }
   const bool is_written = value && value_of(value).version != static_cast<int64_t>(tensor._version());  // past autograd

@@ -46,7 +46,8 @@ struct Value {
   at::ScalarType dtype_of() const { return held.defined() ? held.scalar_type() : dtype; }
   std::optional<at::Device> device_of() const { return held.defined() ? std::optional(held.device()) : device; }
   std::optional<at::IntArrayRef> strides_of() const {
-    return held.defined()      ? (is_rearranged ? std::nullopt : std::optional(held.strides()))
+    return is_rearranged       ? std::nullopt
+           : held.defined()    ? std::optional(held.strides())
            : has_strides       ? std::optional(at::IntArrayRef(strides))
            : strides_of_output ? std::optional(at::IntArrayRef(*strides_of_output))
                                : std::nullopt;
@@ -87,7 +88,7 @@ struct Value {
 
   // What is kept: a tensor, or what the hooks around the scope made of it.
   at::Tensor held;
-  bool is_rearranged = false;              // a copy; the strides of what it stands for aren't known
+  bool is_rearranged = false;              // a copy, whose strides may not be those of the tensor that ops have read
   py::object held_outside, hooks_outside;  // the latter a pair
   c10::VariableVersion version_outside;    // of the tensor that those were given, which counts on
   int64_t stream = 0;
