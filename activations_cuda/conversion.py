@@ -40,8 +40,6 @@ BY_DEFAULT = tuple(
     kind for kind, name in FUNCTIONS.items() if _C.family[name].pytorch_saves != "output" and not _C.family[name].saves_output
 )
 
-FROZEN_AT_FIRST = gc.get_freeze_count()  # Python 3.12 starts with some
-
 # In a scope of recompute() those save their input, as PyTorch's do, and in place they need no copy of it.
 SMOOTH = tuple(kind for kind, name in FUNCTIONS.items() if _C.family[name].saves_output)
 
@@ -204,6 +202,8 @@ def _say(message, *arguments):
     elif log.level <= logging.INFO and not log.disabled and log.manager.disable < logging.INFO:
         print(message % arguments, file=sys.stderr)
 
+
+FROZEN_AT_FIRST = gc.get_freeze_count()  # Python 3.12 starts with some
 
 # The activations that others stand for in a model's tree, since another model has the same ones.
 _originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()

@@ -42,6 +42,11 @@ def top_hooks():
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def copying_hooks():
+    """As those that offload."""
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
+
+
 # Autograd
 
 
@@ -940,7 +945,7 @@ def test_written_to_under_no_grad_while_hooks_around_have_a_copy():
         weight, other = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
         grads = []
         for factor in (1, 3):
-            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor), scope():
+            with copying_hooks(), scope():
                 x = weight @ weight
                 kept = Keep.apply(x)
                 with torch.no_grad():
@@ -1717,9 +1722,7 @@ def test_a_layout_that_nobody_saves(seed):
     same_with_scope(run)
 
 
-@pytest.mark.parametrize(
-    "hooks", [contextlib.nullcontext, partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.clone)]
-)
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, copying_hooks])
 def test_a_part_in_another_layout(hooks):
     """What is kept of it isn't strided as it was, and so says nothing of how an op has read it."""
     torch.manual_seed(0)
@@ -1743,9 +1746,7 @@ def test_a_part_in_another_layout(hooks):
     same_with_scope(run)
 
 
-@pytest.mark.parametrize(
-    "hooks", [contextlib.nullcontext, partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.clone)]
-)
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, copying_hooks])
 def test_a_half_in_another_layout(hooks):
     """The same of what was cast to float32."""
     torch.manual_seed(0)
@@ -2031,7 +2032,7 @@ def test_programs(program, dtype, smallest, has_outer_hooks):
 
     outer = contextlib.nullcontext()
     if has_outer_hooks:
-        outer = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
+        outer = copying_hooks()
     try:
         expected, _ = run(contextlib.nullcontext())
     except RuntimeError:

@@ -771,6 +771,21 @@ def test_a_model_whose_objects_the_collector_ignores():
     assert activations_cuda.revert(mine)[0] is act
 
 
+def test_what_was_frozen_before_the_import():
+    """As Python 3.12 freezes what it starts with."""
+    program = """
+        import gc
+        gc.freeze()
+        import activations_cuda
+        from torch import nn
+        model = nn.Sequential(nn.ReLU6())
+        act = model[0]
+        assert activations_cuda.convert(model)[0] is act
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_two_models_with_one_activation_in_any_order():
     act = nn.ReLU6()
     one, other = nn.Sequential(nn.LayerNorm(8), act), nn.Sequential(nn.LayerNorm(8), act)
