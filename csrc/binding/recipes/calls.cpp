@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "leaves.h"
 
@@ -17,30 +19,46 @@ struct NormCall {
 
 namespace {
 
-// The frame that runs, or its caller's, if it is of a function that calls a norm's op; or null.
-py::object frame_of_norm(bool is_wrapped) {
+// A call of a function of torch.nn.functional that runs a norm's op.
+struct RunningNorm {
+  py::object code;
+  py::object variables;  // its frame or, since older interpreters copy all of them at once, a dict
+
+  py::object variable(PyObject* name) const {
+#if PY_VERSION_HEX >= 0x030C0000
+    PyObject* const found = PyFrame_GetVar(reinterpret_cast<PyFrameObject*>(variables.ptr()), name);
+#else
+    PyObject* const found = PyObject_GetItem(variables.ptr(), name);
+#endif
+    if (!found) {
+      throw py::error_already_set();
+    }
+    return py::reinterpret_steal<py::object>(found);
+  }
+};
+
+// The function that runs, or its caller, if it is one of those.
+std::optional<RunningNorm> running_norm(bool is_wrapped) {
   PyFrameObject* const running = PyEval_GetFrame();
   if (!running) {
-    return {};
+    return std::nullopt;
   }
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(running));
   if (is_wrapped) {
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(running)));
   }
   if (!frame) {
-    return {};
+    return std::nullopt;
   }
   auto* const pointer = reinterpret_cast<PyFrameObject*>(frame.ptr());
-  const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(pointer)));
-  return callbacks().norm_functions.contains(code) ? frame : py::object();
-}
-
-py::object item(const py::object& locals, PyObject* name) {
-  PyObject* const found = PyObject_GetItem(locals.ptr(), name);
-  if (!found) {
-    throw py::error_already_set();
+  auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(pointer)));
+  if (!callbacks().norm_functions.contains(code)) {
+    return std::nullopt;
   }
-  return py::reinterpret_steal<py::object>(found);
+#if PY_VERSION_HEX < 0x030C0000
+  frame = attribute(frame, NAME("f_locals"));
+#endif
+  return RunningNorm{std::move(code), std::move(frame)};
 }
 
 bool is_number(const py::object& object) {
@@ -63,17 +81,16 @@ void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
   if (tensor.is_leaf() && tensor.requires_grad()) {
     return;
   }
-  const py::object frame = frame_of_norm(is_wrapped);
-  if (!frame) {
+  const std::optional<RunningNorm> norm = running_norm(is_wrapped);
+  if (!norm) {
     return;
   }
-  const py::object code = attribute(frame, NAME("f_code")), locals = attribute(frame, NAME("f_locals"));
   const NormFunctions& norms = callbacks().norm_functions;
-  const bool is_instance_norm = code.is(norms.instance_norm);
-  if (code.is(norms.batch_norm) &&
-      (is_tensor(item(locals, NAME("running_mean")), tensor) || is_tensor(item(locals, NAME("running_var")), tensor))) {
-    if (item(locals, NAME("training")).ptr() == Py_False) {
-      const py::object input = item(locals, NAME("input"));
+  const bool is_instance_norm = norm->code.is(norms.instance_norm);
+  if (norm->code.is(norms.batch_norm) &&
+      (is_tensor(norm->variable(NAME("running_mean")), tensor) || is_tensor(norm->variable(NAME("running_var")), tensor))) {
+    if (norm->variable(NAME("training")).ptr() == Py_False) {
+      const py::object input = norm->variable(NAME("input"));
       // Otherwise copies of both and 1/std would take more than the output.
       if (THPVariable_Check(input.ptr()) && THPVariable_Unpack(input.ptr()).nbytes() > 4 * tensor.nbytes()) {
         const at::NoGradGuard no_grad;
@@ -82,9 +99,9 @@ void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
     }
     return;
   }
-  const py::object eps = item(locals, NAME("eps"));
+  const py::object eps = norm->variable(NAME("eps"));
   auto call = std::make_shared<NormCall>(NormCall{is_number(eps) ? eps : py::object(), {}, 0, is_instance_norm});
-  const py::object bias = item(locals, NAME("bias"));
+  const py::object bias = norm->variable(NAME("bias"));
   if (bias.is_none()) {
     call->bias = bias;
   } else if (!is_instance_norm && THPVariable_Check(bias.ptr())) {  // instance norm repeats it

@@ -234,7 +234,7 @@ bool by_data(Step& step, const Data& rule, Value& recipe) {
   recipe.formula = rule.formula;
   for (size_t i = 0; i < rule.operands.size(); ++i) {
     const auto& [saved_as, has_edge] = rule.operands[i];
-    recipe.operands.push_back(has_edge ? operand(step, i, saved_as) : saved(step.python(), saved_as));
+    recipe.operands.push_back(has_edge ? operand(step, i, saved_as) : saved(step, saved_as));
     if (!recipe.operands.back()) {
       return false;
     }

@@ -78,7 +78,11 @@ void add_step(py::module_& module) {
     return or_underivable(operand(step, i, name.is_none() ? nullptr : name.ptr()));
   });
   module.def("argument", [](py::handle node, py::handle name) { return argument(node, name.ptr()); });
-  module.def("saved", [](py::handle node, py::handle name) { return or_underivable(saved(node, name.ptr())); });
+  module.def("saved", [](py::handle node, py::handle name) {
+    const NodePointer pointer = node_behind(node);
+    Step step(py::none(), pointer, 0, nullptr, 0);
+    return or_underivable(saved(step, name.ptr()));
+  });
   module.def("eps_of_call", [](py::handle node) { return or_underivable(eps_of_call(node)); });
   module.def("statistics_of_call", [](py::handle node, py::handle name) {
     return or_underivable(statistics_of_call(node, name.ptr()));

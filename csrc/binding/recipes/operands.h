@@ -35,7 +35,7 @@ struct Step {
 py::object operand(Step& step, size_t i, PyObject* name);
 
 // The value, number or None behind what a node saved. Other hooks than this one, which may have seen it, aren't called.
-py::object saved(py::handle node, PyObject* name);
+py::object saved(Step& step, PyObject* name);
 
 // What a node says about its op; in a rule also the output's own dtype, shape or number.
 py::object argument(py::handle node, PyObject* name);
