@@ -109,7 +109,7 @@ void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
     const bool has_version = !given.is_inference();
     if (has_version && !given.requires_grad() && !is_freed_parameter(given.is_view() ? at::Tensor(given._base()) : given)) {
       call->bias = py::weakref(bias);
-      call->version_of_bias = static_cast<int64_t>(given._version());
+      call->version_of_bias = version_of(given);
     }
   }
   value.norm_call = std::move(call);
@@ -126,7 +126,7 @@ py::object bias_of_call(py::handle node) {
     return call ? call->bias : py::object();
   }
   const py::object bias = call->bias();
-  if (bias.is_none() || static_cast<int64_t>(THPVariable_Unpack(bias.ptr())._version()) != call->version_of_bias) {
+  if (bias.is_none() || version_of(THPVariable_Unpack(bias.ptr())) != call->version_of_bias) {
     return {};
   }
   return keep(THPVariable_Unpack(bias.ptr()), py::none(), py::none());

@@ -163,7 +163,7 @@ at::Tensor Value::tensor(bool* is_temporary) {
   }
   // Somebody's backward may have written to it.
   if (remembered_.defined() && remembered_stream_ == current_stream(remembered_) &&
-      remembered_version_ == static_cast<int64_t>(remembered_._version())) {
+      remembered_version_ == version_of(remembered_)) {
     return remembered_;
   }
   return remember(task, compute());
@@ -183,7 +183,7 @@ at::Tensor Value::remember(int task, at::Tensor tensor) {
   pass_->values.insert(this);
   remembered_ = tensor;
   remembered_stream_ = current_stream(tensor);
-  remembered_version_ = static_cast<int64_t>(tensor._version());
+  remembered_version_ = version_of(tensor);
   return tensor;
 }
 

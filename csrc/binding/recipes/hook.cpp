@@ -133,7 +133,7 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     value_of(value).is_rearranged = false;
     return value;
   }
-  const bool is_written = value && value_of(value).version != static_cast<int64_t>(tensor._version());  // past autograd
+  const bool is_written = value && value_of(value).version != version_of(tensor);  // past autograd
   const bool is_view = tensor.is_view() && owner.requires_grad() && owner.dtype() == tensor.dtype();
   value = is_written || is_small(owner) ? py::object()
           : is_view                     ? value_of_view(hook, outer, tensor, owner)

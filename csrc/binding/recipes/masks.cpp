@@ -94,7 +94,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   if (!assumes(hook) && reinterpret_cast<uintptr_t>(const_data(owner)) % sizeof(uint64_t) != 0) {
     return {};  // somebody else's memory
   }
-  const auto version = static_cast<int64_t>(owner._version());
+  const auto version = version_of(owner);
   auto& [masks, many] = packed();
   const auto found = masks.find(owner.unsafeGetTensorImpl());
   py::object value = py::none();

@@ -121,7 +121,7 @@ uint32_t number_of_output(PyObject* name) {
 }  // namespace
 
 py::object saved(Step& step, PyObject* name) {
-  if (const uint32_t number = number_of_output(name)) {  // a norm's statistics; the registry has them at a fifth of the time
+  if (const uint32_t number = number_of_output(name)) {  // as layer norm saves its statistics; the registry is faster to ask
     py::object value = noted(step.node, number);
     if (value && value_of(value).version == 0 && value_of(value).is_current()) {
       return value;

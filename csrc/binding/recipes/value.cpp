@@ -97,7 +97,7 @@ void Value::leave_registry() {
 }
 
 void Value::take_layout_of(const at::Tensor& tensor) {
-  version = static_cast<int64_t>(tensor._version());
+  version = version_of(tensor);
   dtype = tensor.scalar_type();
   device = tensor.device();
   sizes = tensor.sizes();
@@ -106,7 +106,7 @@ void Value::take_layout_of(const at::Tensor& tensor) {
 }
 
 bool Value::stands_for(const at::Tensor& tensor) const {
-  return version == static_cast<int64_t>(tensor._version()) &&
+  return version == version_of(tensor) &&
          (held.defined() ? tensor.sizes() == held.sizes() && tensor.strides() == held.strides()
                          : (has_strides || held_outside) && tensor.sizes() == at::IntArrayRef(sizes) &&
                                tensor.strides() == at::IntArrayRef(strides)) &&
@@ -115,14 +115,14 @@ bool Value::stands_for(const at::Tensor& tensor) const {
 
 bool Value::is_current() const {
   if (!is_recipe()) {
-    return static_cast<int64_t>(held.defined() ? held._version() : version_outside.current_version()) == version;
+    return (held.defined() ? version_of(held) : int64_t{version_outside.current_version()}) == version;
   }
   return std::all_of(roots.begin(), roots.end(), [](const py::object& root) { return value_of(root).is_current(); });
 }
 
 void Value::check_unwritten() const {
   if (held.defined() || replaced) {
-    const int64_t found = held.defined() ? held._version() : replaced->current_version();
+    const int64_t found = held.defined() ? version_of(held) : int64_t{replaced->current_version()};
     if (found != version) {
       raise_written(
           held.defined() ? held.toString() : "a recipe of", held.defined() ? held.sizes() : at::IntArrayRef(sizes), source,
@@ -160,7 +160,7 @@ bool is_value(py::handle object) {
 py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks) {
   py::object object = make_value();
   Value& value = value_of(object);
-  value.version = static_cast<int64_t>(tensor._version());
+  value.version = version_of(tensor);
   value.source = source;
   value.stream = current_stream(tensor);
   if (hooks.is_none()) {

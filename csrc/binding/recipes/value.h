@@ -36,6 +36,11 @@ enum class ConfigurationOf : int64_t { kept_tensor = -6, narrowed, written_to, m
 struct NormCall;
 struct Pass;
 
+// Tensor::_version(), without the virtual call: each recipe asks for those of all that it follows from.
+inline int64_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
 struct Value {
   Value() = default;
   Value(const Value&) = delete;
