@@ -211,7 +211,7 @@ ON = {
 
 
 RECOMPUTE = [
-    Mutant("a write is not seen", VALUE, "if (found != version) {", "if (false) {"),
+    Mutant("a write is not seen", VALUE, "found == version, ", "true, "),
     Mutant("remembered for good", COMPUTING, "std::exchange(value->remembered_, at::Tensor())", "value->remembered_"),
     Mutant("strides are not restored", COMPUTING, "tensor.strides() == strides ? tensor", "true ? tensor"),
     Mutant(
@@ -220,13 +220,18 @@ RECOMPUTE = [
         "tensor.requires_grad() ? tensor : at::Tensor(tensor.tensor_data())",
         "true ? tensor : tensor",
     ),
-    Mutant("nodes by their address alone", VALUE, " || !is_alive(*found->second->node_)", ""),
+    Mutant("nodes by their address alone", VALUE, " || found->second->node_->expired()", ""),
     Mutant("writes to what others hold", COMPUTING, " && strided.storage().use_count() == 1", ""),
     Mutant(
         "computed under autocast", COMPUTING, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"
     ),
-    Mutant("a value of another version", VALUE, "version == static_cast<int64_t>(tensor._version()) &&", ""),
-    Mutant("an operand that was written to", OPERANDS, "!value_of(value).is_current() || is_private", "is_private"),
+    Mutant("a value of another version", VALUE, "version == version_of(tensor) &&", ""),
+    Mutant(
+        "an operand that was written to",
+        OPERANDS,
+        "!value_of(value).is_current() || follows_from_private",
+        "follows_from_private",
+    ),
     Mutant(
         "any hook is a scope's",
         HOOK,
@@ -245,7 +250,7 @@ RECOMPUTE = [
     Mutant("a gradient that isn't selected", INSTRUCTIONS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
     Mutant("moved in float32", COMPUTING, "half_of(value_of(value.operands[0])) == value.dtype", "false"),
     Mutant("half types mixed", COMPUTING, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
-    Mutant("a rule for every output", DERIVATION, "step.number && !(is_data", "false && !(is_data"),
+    Mutant("a rule for every output", DERIVATION, "step.number && !(is_op", "false && !(is_op"),
     Mutant("the formula is not in the key", DERIVATION, "number_of_object(recipe.formula), ", ""),
     Mutant("writes between op and saver", DERIVATION, "recipe.version > recipe.max_writes", "false"),
     Mutant("no verification", RECIPES + "hook.py", "if untried and not verify(recipe, untried, tensor):", "if False:"),
@@ -257,8 +262,13 @@ RECOMPUTE = [
         "memory.normal_(mean=1.0, ",
         "memory.normal_(mean=0.0, ",
     ),
-    Mutant("running statistics that were written to", CALLS, 'item(locals, NAME("training")).ptr() == Py_False', "false"),
-    Mutant("a frozen bias that was written to", CALLS, "._version()) != call->version_of_bias", "._version()) < 0"),
+    Mutant("running statistics that were written to", CALLS, 'norm->variable(NAME("training")).ptr() == Py_False', "false"),
+    Mutant(
+        "a frozen bias that was written to",
+        CALLS,
+        "version_of(THPVariable_Unpack(bias.ptr())) != call->version_of_bias",
+        "false",
+    ),
     Mutant("sums of multiples in any strides", RECIPES + "formulas.py", "return alpha != 1", "return False"),
     Mutant("the sign of a zero behind layer norm", RECIPES + "norms.py", ", on_cpu=(layer_norm_affine_on_cpu,)", ""),
     Mutant("the caller of whatever calls the op", HOOK, "return called && !(", "return called || !("),
@@ -271,7 +281,7 @@ RECOMPUTE = [
     Mutant("what an earlier step computed", LEAVES, "std::max(begins, last_backward.ended)", "begins"),
     Mutant("trials far from the mean", RECIPES + "verification.py", "std=2.0 ** -(trial % 8), ", ""),
     Mutant("trials without zeros", RECIPES + "verification.py", "if trial % 8 == 3:", "if False:"),
-    Mutant("equal but for a number", VALUE, "py::repr(before->arguments).equal(py::repr(recipe.arguments))", "true"),
+    Mutant("equal but for a number", VALUE, "py::repr(before.arguments).equal(py::repr(recipe.arguments))", "true"),
     Mutant(
         "statistics in columns", DERIVATION, "!strides || !agree(sizes, *strides", "!strides || false && !agree(sizes, *strides"
     ),
@@ -302,7 +312,7 @@ RECOMPUTE = [
     Mutant("sizes of a view", FUSION, "sizes_ = found->sizes;", ""),
     Mutant("dimensions joined for the output alone", FUSION, "continues = strides[k + 1][dim] ==", "continues = true ||"),
     Mutant("a group's statistics for all", FUSION, "geometry.strides[k + 1][1] = leaves_[k].tensor.stride(1);", ""),
-    Mutant("subnormals that are flushed", FUSION, "is_on_cpu && flushes_subnormals()", "false && flushes_subnormals()"),
+    Mutant("subnormals that are flushed", FUSION, "root_->device->is_cpu() && flushes_subnormals()", "false"),
     Mutant("bits in the other order", CPU_PROGRAM, "[offset / 8] >> (offset % 8) & 1", "[offset / 8] >> (7 - offset % 8) & 1"),
     Mutant("a row's end is not seen", CPU_PROGRAM, "std::min(end - at, program.size[0] - coordinate[0])", "end - at"),
     Mutant(
@@ -311,7 +321,7 @@ RECOMPUTE = [
         "std::min<int64_t>(8, n - byte * 8); ++i) {\n      packed",
         "8; ++i) {\n      packed",
     ),
-    Mutant("a mask that was written to", PACKED_MASKS, "found->second.version == version ?", "true ?"),
+    Mutant("a mask that was written to", PACKED_MASKS, "if (found->second.version == version) {", "if (true) {"),
     Mutant("indices that somebody has", DERIVATION, "value.held.storage().use_count() > 1", "false"),
     Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(input.sizes[-dims:]) <= 2**16", "if True"),
     Mutant("a result in a wider dtype", COMPUTING, "if (tensor.scalar_type() != dtype)", "if (false)"),

@@ -649,6 +649,34 @@ def shared_silu():
     return scope, loss, y
 
 
+def test_recipes_that_nobody_gets_read_nothing():
+    x, weight, w = torch.randn(64, 64), nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(64, 64))
+    with recompute():
+        norm = F.layer_norm(x, (64,), weight)
+        y = norm.relu()
+        z = (norm * 2 + x @ w).relu()  # the product has no recipe, and so the sum has none
+    value = y.grad_fn._raw_saved_result.data
+    assert value.is_recipe and not z.grad_fn._raw_saved_result.data.is_recipe
+    assert value.operands[0].readers == 1
+
+
+def test_a_hook_that_raises_before_a_write():
+    x, w = torch.randn(64, 64), nn.Parameter(torch.randn(64, 64))
+
+    def fail(tensor):
+        raise RuntimeError("mine")
+
+    with recompute():
+        y = x @ w
+        _, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        torch._C._autograd._push_saved_tensors_default_hooks(fail, unpack)
+        with pytest.raises(RuntimeError, match="mine"):
+            activations_cuda.silu(y, inplace=True)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        z = Keep.apply(w)  # saved as it is
+    assert z.grad_fn._raw_saved_tensors[0].data.held is w
+
+
 def test_what_is_remembered_is_let_go():
     scope, loss, _ = shared_silu()
     loss.backward(retain_graph=True)
@@ -2553,12 +2581,16 @@ def test_a_scope_over_several_steps(held, device):
     same_with_scope(run)
 
 
-def test_backward_in_inference_mode(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_backward_in_inference_mode(is_ours, dtype, device):
     def run(scope):
         net, x = small_net()
-        net = net.to(device)
+        net = net.to(device, dtype)
+        if is_ours:
+            activations_cuda.convert(net, classes=[nn.SiLU, nn.ReLU])
         with scope():
-            loss = net(x.to(device)).square().mean()
+            loss = net(x.to(device, dtype)).square().mean()
         with torch.inference_mode():
             return torch.autograd.grad(loss, list(net.parameters()))
 

@@ -443,6 +443,26 @@ def run(program, **environment):
     return result
 
 
+def test_first_use_in_inference_mode(row, device):
+    """Of the tables that it makes, a backward pass through a recipe reads one later."""
+    run(f"""
+        import torch
+        from activations_cuda import recompute
+        from family import SMOOTH, assert_same_values
+        row = SMOOTH[{SMOOTH.index(row)}]
+        x = torch.randn(8, 64, 64, device="{device}", dtype=torch.bfloat16)
+        with torch.inference_mode():
+            row.with_code(x)
+        def step(f):
+            leaf = x.clone().requires_grad_()
+            with recompute():
+                y = f(torch.nn.functional.layer_norm(leaf, (64,)))
+            return torch.autograd.grad(y.sum(), leaf)[0]
+        for _ in range(2):
+            assert_same_values(step(row), step(row.reference))
+    """)
+
+
 def test_first_use_by_many_threads_and_after_a_fork(row):
     """The tables are made once, by whichever comes first; a forked process makes its own, or has its parent's."""
     run(f"""

@@ -54,7 +54,7 @@ class Hook:
         self._model = None if model is None else weakref.ref(model)
         self.check, self.outer, self.convolutions, self.assumes = check, outer, convolutions, assumes
         # What the graph had before isn't known to have been written to since.
-        self.begins = _C.recipes.begin() if begins is None else begins
+        self.begins = _C.recipes.begin_scope() if begins is None else begins
         self.rules = RULES_WITH_CONVOLUTIONS if convolutions else RULES
         self.mismatch: str | None = None
 
@@ -119,7 +119,7 @@ _C.recipes.set_up(
     permute=torch.permute,
     cast=torch.Tensor.to,
     same=formulas.same,
-    rule_of_op=Op,
+    op_type=Op,
     underivable=Underivable,
     nothing_yet=NothingYet,
     norm_functions={

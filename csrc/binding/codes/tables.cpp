@@ -14,6 +14,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <pthread.h>
 #include <torch/version.h>
 
@@ -226,6 +227,7 @@ const Tables* tables_for(const Smooth& activation, const Tensor& self) {
     }
     const std::lock_guard<std::mutex> lock(making);
     if (!slot.is_filled.load(std::memory_order_relaxed)) {
+      const c10::InferenceMode no_inference(false);  // its tensors have no version, and these stay
       const Unwatched guard;
       const c10::OptionalDeviceGuard on_device(device);
       auto tables = make_tables(activation, dtype, device);

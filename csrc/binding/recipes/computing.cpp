@@ -124,7 +124,7 @@ at::Tensor in_half(Value& value) {
   }
   c10::SmallVector<py::object, 8> given;
   for (const py::object& each : value.operands) {
-    given.push_back(is_value(each) ? py::reinterpret_steal<py::object>(THPVariable_Wrap(in_half(value_of(each)))) : each);
+    given.push_back(is_value(each) ? wrapped(in_half(value_of(each))) : each);
   }
   bool is_new = false;
   return call(value.formula.ptr(), given, value.arguments, &is_new);
@@ -248,6 +248,9 @@ py::object Value::fetch() {
   py::object result;
   try {
     result = hooks[1](held_outside);
+    if (Packing::current && THPVariable_Check(result.ptr())) {
+      held_outside = hooks[0](result);
+    }
   } catch (py::error_already_set& error) {
     if (!Packing::current || !error.matches(PyExc_Exception)) {
       throw;
@@ -259,9 +262,6 @@ py::object Value::fetch() {
   }
   TORCH_CHECK_TYPE(
       THPVariable_Check(result.ptr()), "recompute: expected a tensor of an unpack hook, got ", Py_TYPE(result.ptr())->tp_name);
-  if (Packing::current) {
-    held_outside = hooks[0](result);
-  }
   return result;
 }
 
@@ -277,7 +277,7 @@ at::Tensor Value::apply(bool* is_new) {
     at::Tensor operand = value_of(operands[i]).tensor(&is_its_own);
     may_write = i == 0 ? is_its_own && operand.sizes() == at::IntArrayRef(sizes)
                        : may_write && operand.scalar_type() == THPVariable_Unpack(given[0].ptr()).scalar_type();
-    given.push_back(py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(operand))));
+    given.push_back(wrapped(operand));
   }
   const py::object& in_place = facts_of(formula).in_place;
   return call(may_write && in_place ? in_place.ptr() : formula.ptr(), given, arguments, is_new);

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <iterator>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -14,15 +13,34 @@
 #include "../dtypes.h"
 #include "../origin.h"
 #include "../strides.h"
-#include "computing.h"
 #include "formulas.h"
-#include "fusion.h"
 #include "joined.h"
 #include "leaves.h"
 
 namespace fastact::recipes {
+namespace {
+
+// A recipe that nobody gets: what it reads has a reader less.
+void drop(const Value& recipe) {
+  for (const py::object& each : recipe.operands) {
+    if (is_value(each)) {
+      --value_of(each).readers;
+    }
+  }
+}
+
+}  // namespace
 
 thread_local Derivation* Derivation::current = nullptr;
+
+Derivation::~Derivation() {
+  current = outer;
+  for (const auto& [output, value] : between) {
+    if (value.first) {
+      drop(value_of(value.first));
+    }
+  }
+}
 
 void Derivation::keep_operands_of(const py::object& recipe) {
   std::unordered_set<PyObject*> found;
@@ -39,7 +57,13 @@ void Derivation::keep_operands_of(const py::object& recipe) {
   untried.erase(
       std::remove_if(untried.begin(), untried.end(), [&](const auto& each) { return is_other(each.first); }), untried.end());
   for (auto each = between.begin(); each != between.end();) {
-    each = is_other(each->second.first) ? between.erase(each) : std::next(each);
+    const py::object& value = each->second.first;
+    if (!is_other(value)) {
+      ++each;
+      continue;
+    }
+    drop(value_of(value));
+    each = between.erase(each);
   }
 }
 
@@ -164,23 +188,24 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   return true;
 }
 
-// A rule that is data, see Op in recipes/step.py; read once.
-struct Data {
-  explicit Data(const py::object& rule)
+// An Op of recipes/step.py, read once.
+struct OpRule {
+  explicit OpRule(const py::object& rule)
       : rule(rule),
         formula(rule.attr("formula")),
         when(rule.attr("when")),
         otherwise(rule.attr("otherwise")),
         convert(rule.attr("convert")),
         is_joined(rule.attr("operands").is_none()) {
-    for (const char* list : {"operands", "saved"}) {
-      if (rule.attr(list).is_none()) {
-        continue;
+    const auto add_operands = [&](const py::object& names, bool have_edges) {
+      for (const py::handle name : py::reinterpret_borrow<py::tuple>(names)) {
+        operands.push_back({name.is_none() ? nullptr : name.ptr(), have_edges});
       }
-      for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr(list))) {
-        operands.push_back({name.is_none() ? nullptr : name.ptr(), std::string_view(list) == "operands"});
-      }
+    };
+    if (!is_joined) {
+      add_operands(rule.attr("operands"), true);
     }
+    add_operands(rule.attr("saved"), false);
     for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("contiguous"))) {
       contiguous.push_back(name.ptr());
     }
@@ -201,10 +226,10 @@ struct Data {
   std::vector<PyObject*> contiguous, arguments;
 };
 
-const Data& data_of(const py::object& rule) {
-  static auto& known = *new std::unordered_map<PyObject*, Data>();
+const OpRule& op_of(const py::object& rule) {
+  static auto& known = *new std::unordered_map<PyObject*, OpRule>();
   const auto found = known.find(rule.ptr());
-  return found != known.end() ? found->second : known.emplace(rule.ptr(), Data(rule)).first->second;
+  return found != known.end() ? found->second : known.emplace(rule.ptr(), OpRule(rule)).first->second;
 }
 
 // Each of the following gives a recipe its formula, operands and arguments. False where it can't.
@@ -223,8 +248,8 @@ bool is_strided(Step& step, PyObject* name) {
   return !strides || !agree(sizes, *strides, c10::contiguous_strides(sizes));
 }
 
-// By a rule that is data.
-bool by_data(Step& step, const Data& rule, Value& recipe) {
+// By a rule that is an Op.
+bool by_op(Step& step, const OpRule& rule, Value& recipe) {
   if (!rule.when.is_none() && attribute(step.python(), rule.when.ptr()).ptr() != Py_True) {
     return false;
   }
@@ -339,8 +364,8 @@ py::object derive(Step step) {
   const py::object name = name_of(*step.node);
   const py::object rules = attribute(step.hook, NAME("rules"));  // by the names of nodes
   const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
-  const bool is_data = rule && is_instance(rule, callbacks().rule_of_op);
-  if (step.depth > kMaxDepth || (step.number && !(is_data && data_of(rule).is_of_each_output))) {
+  const bool is_op = rule && py::type::handle_of(rule).is(callbacks().op_type);
+  if (step.depth > kMaxDepth || (step.number && !(is_op && op_of(rule).is_of_each_output))) {
     return {};
   }
   const auto made = [&](const auto& describe) {
@@ -360,18 +385,18 @@ py::object derive(Step step) {
   const auto by = [&](const py::object& function) {
     return made([&](Value& recipe) { return by_function(step, function, recipe); });
   };
-  if (!is_data) {
+  if (!is_op) {
     return by(rule);
   }
-  const Data& data = data_of(rule);
-  if (std::any_of(data.contiguous.begin(), data.contiguous.end(), [&](PyObject* name) { return is_strided(step, name); })) {
+  const OpRule& op = op_of(rule);
+  if (std::any_of(op.contiguous.begin(), op.contiguous.end(), [&](PyObject* name) { return is_strided(step, name); })) {
     return {};
   }
-  py::object result = made([&](Value& recipe) { return by_data(step, data, recipe); });
+  py::object result = made([&](Value& recipe) { return by_op(step, op, recipe); });
   if (!result && (is_cast(*step.node) || is_clone(*step.node))) {
     return made([&](Value& recipe) { return by_narrowing(step, recipe); });
   }
-  return result || data.otherwise.is_none() ? result : by(data.otherwise);
+  return result || op.otherwise.is_none() ? result : by(op.otherwise);
 }
 
 bool assumes(py::handle hook) {
@@ -384,6 +409,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
   if (!object) {
     return {};
   }
+  derivation.between[{node.get(), number}] = {object, node};
   if (derivation.has_failed_attempts) {
     derivation.keep_operands_of(object);
   }
@@ -402,6 +428,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
       note(value.first, value.second, output.second);
     }
   }
+  derivation.between.clear();
   return object;
 }
 
@@ -455,10 +482,10 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
   value.held.reset();
 }
 
-py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of) {
-  const int64_t offset = view.storage_offset() - of.storage_offset();
+py::object view_of(const py::object& value, const at::Tensor& view, const at::Tensor& base) {
+  const int64_t offset = view.storage_offset() - base.storage_offset();
   py::object recipe =
-      recipe_of(ConfigurationOf::view, "view", formulas().as_strided, base, py::make_tuple(offset), view, offset);
+      recipe_of(ConfigurationOf::view, "view", formulas().as_strided, value, py::make_tuple(offset), view, offset);
   value_of(recipe).replaced = torch::autograd::impl::version_counter(view);
   return recipe;
 }

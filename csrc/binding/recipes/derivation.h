@@ -13,10 +13,11 @@
 namespace fastact::recipes {
 
 // The state of one derivation: `untried`, the recipes that must be verified, with the formulas that the rules gave them;
-// `between`, the operands that nobody has saved, null where they can't be derived, so that it is found out once.
+// `between`, the recipes that nobody has yet, null where there is none, so that it is found out once.
 struct Derivation {
   Derivation() : outer(current) { current = this; }
-  ~Derivation() { current = outer; }
+  Derivation(const Derivation&) = delete;
+  ~Derivation();
 
   std::vector<std::pair<py::object, py::object>> untried;
   std::map<Output, std::pair<py::object, NodePointer>> between;
@@ -38,7 +39,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
 py::object recipe_of(
     ConfigurationOf kind, const char* source, const py::object& formula, const py::object& operand, const py::tuple& arguments,
     const at::Tensor& tensor, int64_t number = 0);
-py::object view_of(const py::object& base, const at::Tensor& view, const at::Tensor& of);
+py::object view_of(const py::object& value, const at::Tensor& view, const at::Tensor& base);
 
 // Keeps integers that only this node has saved in a narrower dtype, which holds them all: the value becomes a cast back.
 void narrow(py::handle hook, const NodePointer& node, const py::object& value, at::ScalarType dtype);

@@ -3,6 +3,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -264,6 +265,7 @@ py::object value_behind(const torch::autograd::SavedVariable&) {
 
 torch::autograd::SavedVariable save_before_write(const at::Tensor& tensor) {
   is_before_write = true;
+  const auto reset = c10::make_scope_exit([] { is_before_write = false; });  // where the hook isn't reached
   return {tensor, /*is_output=*/false};
 }
 

@@ -50,7 +50,7 @@ void note_saving() {
   }
 }
 
-uint64_t begin() {
+uint64_t begin_scope() {
   note_saving();
   return at::sequence_number::peek();
 }

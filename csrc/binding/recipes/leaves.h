@@ -20,14 +20,13 @@ struct Sharding {
 void set_sharding(Sharding given);
 Sharding sharding();
 
-// A leaf that an op read may have been written to since, by an optimizer for instance, some of which don't count in its
-// version. That is so once a backward pass of any thread has unpacked a tensor, until this thread saves the next. The hooks
-// call these.
+// Since an op read a leaf, an optimizer may have written to it, and some don't count that in its version. So a leaf isn't
+// trusted once a backward pass of any thread has unpacked a tensor, until this thread saves the next. The hooks call these.
 void note_unpacking();
 void note_saving();
 
 // The sequence number of this thread's next op, as a scope begins.
-uint64_t begin();
+uint64_t begin_scope();
 
 // Whether an op ran in another thread, before this sequence number, or before the last backward pass: then the leaves that it
 // read aren't trusted.

@@ -6,7 +6,6 @@
 
 #include "../../torch_version.h"
 #include "calls.h"
-#include "computing.h"
 #include "derivation.h"
 #include "formulas.h"
 #include "fusion.h"
@@ -64,7 +63,7 @@ void add_settings(py::module_& module) {
   });
   module.def("set_smallest", &set_smallest);
   module.def("set_sharding", [](bool is_there, bool may_be_flat) { set_sharding({is_there, may_be_flat}); });
-  module.def("begin", &begin);
+  module.def("begin_scope", &begin_scope);
   module.def("pack_hook", &pack_hook);
   module.attr("unpack") = unpack_hook();
   module.attr("IS_AVAILABLE") = bool(FASTACT_RECOMPUTE);
@@ -107,7 +106,7 @@ void add_verification(py::module_& module) {
       "fused", [](const py::object& recipe) { return wrapped_or_none(compute_fused(value_of(recipe), /*is_alone=*/true)); });
 }
 
-// What tests alone look at.
+// For tests and benchmarks.
 void add_for_tests(py::module_& module) {
   module.attr("opcodes") = opcodes();
   module.def("packed_masks", &packed_masks);

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -28,7 +29,7 @@ struct NormFunctions {
 
 struct Callbacks {
   explicit Callbacks(const py::kwargs& given)
-      : rule_of_op(given["rule_of_op"]),
+      : op_type(given["op_type"]),
         underivable(given["underivable"]),
         nothing_yet(given["nothing_yet"]),
         plain_types(given["plain_types"]),
@@ -42,7 +43,7 @@ struct Callbacks {
         dtype(given["dtype"]),
         number(given["number"]) {}
 
-  py::object rule_of_op;   // the class of the rules that are data
+  py::object op_type;      // the class of the rules that are data
   py::object underivable;  // raised where a rule asks for what can't be derived
   py::object nothing_yet;  // raised where the hooks around the scope give nothing back yet
   py::tuple plain_types;
@@ -84,10 +85,6 @@ inline py::object wrapped(const NodePointer& node) {
 
 inline py::object dtype_object(at::ScalarType dtype) {
   return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
-}
-
-inline bool is_instance(py::handle object, py::handle type) {
-  return Py_TYPE(object.ptr()) == reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 
 py::object name_of(const torch::autograd::Node& node);

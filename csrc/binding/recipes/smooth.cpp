@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -20,6 +21,7 @@
 #include "../dtypes.h"
 #include "fusion.h"
 #include "hook.h"
+#include "leaves.h"
 #include "value.h"
 
 namespace fastact::recipes {
@@ -57,12 +59,15 @@ bool fits(const Smooth& activation, c10::Device device) {
     const at::Tensor input = (some * 4097).view(at::kFloat), grad = (some * 40503).view(at::kFloat);
     const py::object value = keep(input, py::none(), py::none());
     const auto found = compute_gradient(value_of(value), grad, *activation.gradient_opcode, {}, /*is_alone=*/true);
-    if (!found) {
-      return false;
+    bool is_equal = false;
+    if (found) {
+      const at::Tensor expected = activation.backward(grad, input);
+      const at::Tensor same = found->view(at::kInt).eq(expected.view(at::kInt));
+      const at::Tensor are_same = same.logical_or(found->isnan().logical_and(expected.isnan())).all();
+      const py::gil_scoped_release no_gil;  // what the device has yet to do may need it
+      is_equal = are_same.item<bool>();
     }
-    const at::Tensor expected = activation.backward(grad, input);
-    const at::Tensor same = found->view(at::kInt).eq(expected.view(at::kInt));
-    return known[key] = same.logical_or(found->isnan().logical_and(expected.isnan())).all().item<bool>();
+    return known[key] = is_equal;
   } catch (const c10::OutOfMemoryError&) {
     return false;  // later there may be room
   }
@@ -117,12 +122,14 @@ struct SmoothBackward : Node, WithOrigin {
   // None where PyTorch's op must compute the gradient.
   std::optional<at::Tensor> through_recipe(const at::Tensor& grad) {
     const auto dtype = grad.scalar_type();
-    if (!grad.is_cuda() || !is_plain(grad) || (dtype == at::kFloat ? !activation_.gradient_opcode : !is_half(dtype))) {
+    if (!grad.is_cuda() || !is_plain(grad) || (dtype == at::kFloat ? !activation_.gradient_opcode : !is_half(dtype)) ||
+        grad.is_inference() || c10::InferenceMode::is_enabled()) {  // whose tensors have no version
       return std::nullopt;
     }
     const Tables* tables = is_half(dtype) ? tables_for(activation_, grad) : nullptr;
     const std::lock_guard<std::mutex> lock(mutex_);
     const py::gil_scoped_acquire gil;
+    note_unpacking();
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const py::object input = value_behind(fields_.input);
     if (!input || !value_of(input).is_recipe()) {

@@ -8,9 +8,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <functional>
 #include <string>
 #include <unordered_map>
+
+#include "../strides.h"
+#include "python.h"
 
 namespace fastact::recipes {
 namespace {
@@ -48,15 +50,6 @@ void leave(Registry& registry, const Key& key, const Value* value) {
   if (found != registry.end() && found->second == value) {
     registry.erase(found);
   }
-}
-
-[[noreturn]] void raise_written(
-    const std::string& kind, at::IntArrayRef sizes, const py::object& source, int64_t found, int64_t expected) {
-  const std::string what =
-      source && !source.is_none() ? "which is output 0 of " + py::cast<std::string>(source) : std::string("which is a leaf");
-  TORCH_CHECK(
-      false, "one of the variables needed for gradient computation has been modified by an inplace operation: [", kind, " ",
-      sizes, "], ", what, ", is at version ", found, "; expected version ", expected, " instead. (activations_cuda.recompute)");
 }
 
 int64_t configuration_of(const at::Tensor& tensor) {
@@ -98,10 +91,14 @@ void Value::leave_registry() {
 
 void Value::take_layout_of(const at::Tensor& tensor) {
   version = version_of(tensor);
-  dtype = tensor.scalar_type();
-  device = tensor.device();
-  sizes = tensor.sizes();
-  strides = tensor.strides();
+  set_layout(tensor.scalar_type(), tensor.device(), tensor.sizes(), tensor.strides());
+}
+
+void Value::set_layout(at::ScalarType dtype, at::Device device, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  this->dtype = dtype;
+  this->device = device;
+  this->sizes = sizes;
+  this->strides = strides;
   has_strides = true;
 }
 
@@ -121,14 +118,16 @@ bool Value::is_current() const {
 }
 
 void Value::check_unwritten() const {
-  if (held.defined() || replaced) {
-    const int64_t found = held.defined() ? version_of(held) : int64_t{replaced->current_version()};
-    if (found != version) {
-      raise_written(
-          held.defined() ? held.toString() : "a recipe of", held.defined() ? held.sizes() : at::IntArrayRef(sizes), source,
-          found, version);
-    }
+  if (!held.defined() && !replaced) {
+    return;
   }
+  const int64_t found = held.defined() ? version_of(held) : int64_t{replaced->current_version()};
+  const auto output = [&] { return "output " + std::to_string(output_.second) + " of " + py::cast<std::string>(source); };
+  TORCH_CHECK(
+      found == version, "one of the variables needed for gradient computation has been modified by an inplace operation: [",
+      held.defined() ? held.toString() : "a recipe of", " ", sizes_of(), "], which is ",
+      source && !source.is_none() ? output() : "a leaf", ", is at version ", found, "; expected version ", version,
+      " instead. (activations_cuda.recompute)");
 }
 
 int64_t current_stream(const at::Tensor& tensor) {
@@ -177,7 +176,7 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   value.hooks_outside = hooks;
   value.version_outside = torch::autograd::impl::version_counter(tensor);
   try {
-    value.held_outside = py::tuple(hooks)[0](py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
+    value.held_outside = py::tuple(hooks)[0](wrapped(tensor));
   } catch (...) {
     hooks_outside_have_raised = true;
     throw;
@@ -215,7 +214,7 @@ void note(const py::object& object, const NodePointer& node, uint32_t number) {
 
 py::object noted(const NodePointer& node, uint32_t number) {
   const auto found = registry().find({node.get(), number});
-  if (found == registry().end() || !is_alive(*found->second->node_)) {
+  if (found == registry().end() || found->second->node_->expired()) {
     return {};
   }
   return object_of(*found->second);
@@ -223,19 +222,22 @@ py::object noted(const NodePointer& node, uint32_t number) {
 
 py::object equal_or_add(Value& recipe, const torch::autograd::Node& node) {
   recipe.sequence = node.sequence_nr();
-  Value*& before = recipes_by_operand()[{recipe.operands[0].ptr(), recipe.configuration}];
-  const auto is_same = [](const py::object& a, const py::object& b) { return a.is(b); };
-  const auto is_equal = [&] {  // a configuration says little of numbers
-    return std::equal(
-               before->operands.begin(), before->operands.end(), recipe.operands.begin(), recipe.operands.end(), is_same) &&
-           py::repr(before->arguments).equal(py::repr(recipe.arguments));
-  };
-  // In a backward pass a tensor is held until the last that needs it has it.
-  const bool is_near = before && recipe.sequence - before->sequence < kNodesBetweenEqual;
-  if (is_near && before->is_current() && is_equal()) {
-    return object_of(*before);
+  recipe.thread = node.thread_id();
+  const auto key = std::make_pair(recipe.operands[0].ptr(), recipe.configuration);
+  const auto found = recipes_by_operand().find(key);
+  if (found != recipes_by_operand().end()) {
+    py::object object = object_of(*found->second);
+    const Value& before = value_of(object);
+    // In a backward pass a tensor is held until the last that needs it has it. Another thread's may not be verified yet.
+    const bool is_near = before.thread == recipe.thread && recipe.sequence - before.sequence < kNodesBetweenEqual;
+    const auto is_same = [](const py::object& a, const py::object& b) { return a.is(b); };
+    if (is_near && before.is_current() &&
+        std::equal(before.operands.begin(), before.operands.end(), recipe.operands.begin(), recipe.operands.end(), is_same) &&
+        py::repr(before.arguments).equal(py::repr(recipe.arguments))) {  // a configuration says little of numbers
+      return object;
+    }
   }
-  before = &recipe;
+  recipes_by_operand()[key] = &recipe;
   return {};
 }
 
@@ -276,6 +278,13 @@ PyObject* or_none(py::object object) {
   return (object ? std::move(object) : py::object(py::none())).release().ptr();
 }
 
+PyObject* held_of(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  const Value& value = value_of(self);
+  return value.held.defined() ? THPVariable_Wrap(value.held) : or_none(value.held_outside);
+  END_HANDLE_TH_ERRORS
+}
+
 PyGetSetDef properties[] = {
     {"readers", [](PyObject* self, void*) { return PyLong_FromLong(value_of(self).readers); }, nullptr,
      "how many need it: hooks' results and recipes", nullptr},
@@ -283,12 +292,7 @@ PyGetSetDef properties[] = {
     {"remembers", [](PyObject* self, void*) { return PyBool_FromLong(value_of(self).remembers()); }, nullptr,
      "whether it holds what it computed for other readers in this backward pass", nullptr},
     {"source", [](PyObject* self, void*) { return or_none(value_of(self).source); }, nullptr, "the name of the node", nullptr},
-    {"held",
-     [](PyObject* self, void*) {
-       const Value& value = value_of(self);
-       return value.held.defined() ? THPVariable_Wrap(value.held) : or_none(value.held_outside);
-     },
-     nullptr, "what is kept: the tensor, or what the hooks around the scope made of it", nullptr},
+    {"held", held_of, nullptr, "what is kept: the tensor, or what the hooks around the scope made of it", nullptr},
     {"sizes", sizes_of, nullptr, nullptr, nullptr},
     {"operands", operands_of, nullptr, nullptr, nullptr},
     {"arguments", [](PyObject* self, void*) { return or_none(value_of(self).arguments); }, nullptr, nullptr, nullptr},

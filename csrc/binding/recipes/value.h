@@ -72,6 +72,7 @@ struct Value {
   void leave_registry();
   // Takes over the version, sizes and strides of the tensor that it stands for.
   void take_layout_of(const at::Tensor& tensor);
+  void set_layout(at::ScalarType dtype, at::Device device, at::IntArrayRef sizes, at::IntArrayRef strides);
   bool remembers() const { return remembered_.defined(); }
   // Whether what is held or remembered shares its memory.
   bool has_memory_of(const at::Tensor& tensor) const {
@@ -81,8 +82,8 @@ struct Value {
   int64_t version = 0;
   int readers = 0;    // hooks' results and recipes
   py::object source;  // the name of the node, or none
-  // The layout, where no tensor is held. Without `has_strides` the tensor may have others: of a recipe that stands for no saved
-  // tensor, or of what hooks outside needn't restore.
+  // The layout, unless a tensor is held. `has_strides` is false where any strides will do: for a tensor that nobody has saved,
+  // and where the hooks outside needn't restore them.
   at::ScalarType dtype = at::ScalarType::Undefined;
   std::optional<at::Device> device;
   at::DimVector sizes, strides;
@@ -107,7 +108,7 @@ struct Value {
   std::vector<py::object> roots;                 // the kept values that it follows from in the end
   std::optional<c10::VariableVersion> replaced;  // the version of the tensor that it replaces, which counts on
   bool fuses = true;                             // whether it may be part of a program, see fusion.h
-  uint64_t sequence = 0;                         // the number of its node, which counts up
+  uint64_t sequence = 0, thread = 0;             // of its node: the first counts up in each thread
   int depth = 0;
   int max_writes = 0;  // the highest version that its own ops explain: beyond it, somebody else has written to the tensor
 
