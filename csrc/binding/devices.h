@@ -30,10 +30,6 @@ struct Cpu {
   static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
     return at::Tensor(at::detail::empty_strided_cpu(like.sizes(), strides, like.scalar_type()));
   }
-
-  static at::Tensor empty_bytes(const at::Tensor&, int64_t bytes) {
-    return at::Tensor(at::detail::empty_cpu({bytes}, at::kByte));
-  }
 };
 
 #if defined(FASTACT_CUDA)
@@ -46,10 +42,6 @@ struct Cuda {
 
   static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
     return at::Tensor(at::detail::empty_strided_cuda(like.sizes(), strides, like.scalar_type(), like.device()));
-  }
-
-  static at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
-    return at::Tensor(at::detail::empty_cuda({bytes}, at::kByte, like.device(), std::nullopt));
   }
 
   // Calls kernel(stream), which launches one on the current stream of the tensor's device.
@@ -88,10 +80,10 @@ at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
 inline at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
 #if defined(FASTACT_CUDA)
   if (like.is_cuda()) {
-    return Cuda::empty_bytes(like, bytes);
+    return at::Tensor(at::detail::empty_cuda({bytes}, at::kByte, like.device(), std::nullopt));
   }
 #endif
-  return Cpu::empty_bytes(like, bytes);
+  return at::Tensor(at::detail::empty_cpu({bytes}, at::kByte));
 }
 
 inline at::Tensor empty_strided(const at::Tensor& like, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {

@@ -59,11 +59,7 @@ std::weak_ptr<AnyNode> weak(const std::shared_ptr<AnyNode>& node) {
   return node;
 }
 
-// A reference that doesn't own a node, and whether the node still is.
 using WeakNode = decltype(weak(NodePointer()));
-inline bool is_alive(const WeakNode& node) {
-  return !node.expired();
-}
 
 #if FASTACT_COMPILED_AUTOGRAD
 // Compiled autograd asks several things of each field of a node. So a node's fields are a struct that lists them once:

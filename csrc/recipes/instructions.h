@@ -72,7 +72,7 @@ FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
   }
 }
 
-// Calls function(Type) with an element's type, of those that are floats.
+// Calls function(zero) with a zero of an element's type; float32's for bits.
 template <class Function>
 FASTACT_HOST_DEVICE void with_element(Element element, const Function& function) {
   switch (element) {

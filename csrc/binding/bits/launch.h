@@ -84,7 +84,7 @@ at::Tensor packed(const at::Tensor& self, Parameters... parameters) {
 template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_with_mask(const at::Tensor& self, Parameters... parameters) {
   at::Tensor output = empty<Backend>(self, output_format<Op>(self));
-  at::Tensor mask = Backend::empty_bytes(self, mask_bytes(self.numel()));
+  at::Tensor mask = empty_bytes(self, mask_bytes(self.numel()));
   run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);
   return {std::move(output), std::move(mask)};
 }
@@ -103,7 +103,7 @@ void packed_inplace(const at::Tensor& self, Parameters... parameters) {
 template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_inplace_with_mask(const at::Tensor& self, Parameters... parameters) {
   if (self.is_non_overlapping_and_dense()) {
-    at::Tensor mask = Backend::empty_bytes(self, mask_bytes(self.numel()));
+    at::Tensor mask = empty_bytes(self, mask_bytes(self.numel()));
     run<Op, Backend>(self, self, mutable_data<uint8_t>(mask), parameters...);
     return {self, std::move(mask)};
   }

@@ -39,25 +39,26 @@ const Smooth& check_smooth(c10::string_view name) {
   return *activation;
 }
 
+// Null where only PyTorch's op will do.
+const Tables* tables_of(const Smooth& activation, const Tensor& self) {
+  const bool has_kernels = self.is_cpu() || kHasCuda;
+  return has_kernels && is_half(self.scalar_type()) && is_plain(self) ? tables_for(activation, self) : nullptr;
+}
+
+// Also where PyTorch's op is faster than looking up.
+const Tables* faster_tables_of(const Smooth& activation, const Tensor& self) {
+  const bool is_faster = self.is_cuda() && self.numel() >= activation.of(self.scalar_type()).tabulates_from;
+  return is_faster ? tables_of(activation, self) : nullptr;
+}
+
 // What the dispatcher calls for one op; `Parameters` are those beside the tensor.
 template <class Op, class... Parameters>
 struct SmoothImplementation {
-  // Null where PyTorch's op must serve.
-  static const Tables* tables(const Tensor& self, Parameters... parameters) {
-    const bool has_kernels = self.is_cpu() || kHasCuda;
-    const Smooth* activation = Op::activation(parameters...);
-    return activation && has_kernels && is_half(self.scalar_type()) && is_plain(self) ? tables_for(*activation, self) : nullptr;
-  }
-
   // Without a code.
   static Tensor value(const Tensor& self, Parameters... parameters) {
     const Smooth* activation = Op::activation(parameters...);
-    if (self.is_cuda() && activation && self.numel() >= activation->of(self.scalar_type()).tabulates_from) {
-      if (const Tables* of_self = tables(self, parameters...)) {
-        return std::get<0>(encode(*activation, *of_self, self, /*with_code=*/false));
-      }
-    }
-    return Op::pytorch(self, parameters...);
+    const Tables* of_self = activation ? faster_tables_of(*activation, self) : nullptr;
+    return of_self ? std::get<0>(encode(*activation, *of_self, self, /*with_code=*/false)) : Op::pytorch(self, parameters...);
   }
 
   static OutputAndCode with_code(const Tensor& self, Parameters... parameters) {
@@ -91,7 +92,7 @@ struct SmoothImplementation {
       recipes::record_input(*activation, origin(parameters...), self, output);
       return output;
     }
-    const Tables* of_self = tables(self, parameters...);
+    const Tables* of_self = tables_of(*activation, self);
     return of_self ? std::get<0>(recorded(keys, of_self, self, parameters...)) : Op::pytorch(self, parameters...);
   }
 
@@ -110,7 +111,7 @@ struct SmoothImplementation {
       return self.is_non_overlapping_and_dense() ? inplace_with_input(keys, *activation, self, parameters...)
                                                  : Op::pytorch_inplace(self, parameters...);
     }
-    const Tables* of_self = tables(self, parameters...);
+    const Tables* of_self = tables_of(*activation, self);
     if (!of_self) {
       return Op::pytorch_inplace(self, parameters...);
     }
@@ -149,8 +150,7 @@ struct SmoothImplementation {
     below_autograd(
         keys,
         [&](auto) {
-          const bool is_looked_up = self.is_cuda() && self.numel() >= activation.of(self.scalar_type()).tabulates_from;
-          const Tables* of_self = is_looked_up ? tables(self, parameters...) : nullptr;
+          const Tables* of_self = faster_tables_of(activation, self);
           of_self ? look_up_inplace(*of_self, self) : void(activation.forward_inplace(self));
         },
         [&](DispatchKeySet below) { self.copy_(redispatch(below, self, parameters...)); });
@@ -186,7 +186,7 @@ struct SmoothImplementation {
 
   static const Tables& check_tables(const Tensor& self, Parameters... parameters) {
     check_with_code(self, parameters...);
-    const Tables* of_self = tables(self, parameters...);
+    const Tables* of_self = tables_of(*Op::activation(parameters...), self);
     check_known(of_self, std::string(Op::name) + "_with_code", self);
     return *of_self;
   }

@@ -4,14 +4,11 @@
 #include <ATen/Parallel.h>
 #include <ATen/WrapDimUtils.h>
 #include <c10/util/strides.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
-#include <vector>
 
 #include "../../recipes/program.h"
 #include "../devices.h"
@@ -206,7 +203,8 @@ class Builder {
   // The recipe that a view of it shows, whose elements the program now counts as it does the view's, or the value itself. Null
   // for views of what is at hand.
   Value* behind_view(const Value& reader, Value& value) {
-    const bool is_reshape = value.formula.is(formulas().reshape) && counts_in_output_sizes(reader);
+    const bool counts_in_output_sizes = order_.empty() && !is_reshaped() && reader.sizes == sizes_;
+    const bool is_reshape = value.formula.is(formulas().reshape) && counts_in_output_sizes;
     const bool is_transpose = value.formula.is(formulas().transpose), is_permute = value.formula.is(formulas().permute);
     if (!is_reshape && !is_transpose && !is_permute) {
       return &value;
@@ -245,14 +243,7 @@ class Builder {
   }
 
   bool can_be_inlined(const Value& reader, const Value& value) const {
-    return value.is_recipe() && !value.remembers() && !is_cast_back(value) &&
-           at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
-  }
-
-  // Whether the program still counts in its output's sizes.
-  bool counts_in_output_sizes(const Value& reader) const {
-    return order_.empty() && at::IntArrayRef(sizes_) == at::IntArrayRef(root_->sizes) &&
-           at::IntArrayRef(reader.sizes) == at::IntArrayRef(sizes_);
+    return value.is_recipe() && !value.remembers() && !is_cast_back(value) && value.sizes == reader.sizes;
   }
 
   // x + alpha * y or x * y, where either may be part of the program, or both.
@@ -286,7 +277,6 @@ class Builder {
   }
 
   bool append_table(Value& recipe) {
-    table_for_.push_back({leaves_.size(), &recipe});
     leaves_.push_back({nullptr, &recipe, Place::table, false, {}, {}});
     Instruction instruction = {Opcode::look_up, Element::float32, {}};
     instruction.reference[0].operand = static_cast<int8_t>(leaves_.size() - 1);
@@ -331,8 +321,7 @@ class Builder {
 
   bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
     // A mask that is broadcast isn't read eight at a time.
-    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) &&
-                         at::IntArrayRef(value.sizes) == at::IntArrayRef(reader.sizes);
+    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) && value.sizes == reader.sizes;
     if (leaves_.size() == Program::kMaxOperands || (!order_.empty() && (is_bits || place != Place::broadcast)) ||
         (!is_bits && (!is_float(value.dtype_of()) || !adopt_half(value.dtype_of())))) {
       return false;
@@ -362,7 +351,6 @@ class Builder {
   at::DimVector order_;                            // of what is appended, as a leaf's
   c10::SmallVector<Instruction, 8> instructions_;  // copied at each attempt, so without allocations
   c10::SmallVector<Leaf, 8> leaves_;
-  c10::SmallVector<std::pair<size_t, Value*>, 2> table_for_;
   at::ScalarType half_ = at::ScalarType::Undefined;
   int formulas_ = 0, dense_ = 0, attempts_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
@@ -446,12 +434,16 @@ bool Builder::read_leaves() {
       dense_leaf_ = leaf.tensor;
     }
   }
-  for (const auto& [leaf, recipe] : table_for_) {
-    const py::object table = callbacks().table(recipe->formula, recipe->arguments, dtype_object(recipe->dtype), wrapped(like_));
+  for (Leaf& leaf : leaves_) {
+    if (leaf.value) {
+      continue;
+    }
+    const Value& recipe = *leaf.reader;
+    const py::object table = callbacks().table(recipe.formula, recipe.arguments, dtype_object(recipe.dtype), wrapped(like_));
     if (table.is_none()) {
       return false;
     }
-    leaves_[leaf].tensor = THPVariable_Unpack(table.ptr());
+    leaf.tensor = THPVariable_Unpack(table.ptr());
   }
   return true;
 }
@@ -516,9 +508,7 @@ std::optional<Geometry> Builder::lay_out(const at::DimVector& strides) {
 }
 
 std::optional<at::Tensor> Builder::run() {
-  const auto device = leaves_[0].value->device_of();
-  const bool is_on_cpu = device && device->is_cpu();
-  if ((is_on_cpu && flushes_subnormals()) || c10::multiply_integers(sizes_) == 0 || !read_leaves()) {
+  if ((root_->device->is_cpu() && flushes_subnormals()) || c10::multiply_integers(sizes_) == 0 || !read_leaves()) {
     return std::nullopt;
   }
   const auto strides = output_strides();
@@ -555,11 +545,7 @@ at::Tensor contiguous(const at::Tensor& tensor) {
   Value copy;
   copy.formula = formulas().same;
   copy.operands = {keep(tensor, py::none(), py::none())};
-  copy.dtype = tensor.scalar_type();
-  copy.device = tensor.device();
-  copy.sizes = tensor.sizes();
-  copy.strides = c10::contiguous_strides(tensor.sizes());
-  copy.has_strides = true;
+  copy.set_layout(tensor.scalar_type(), tensor.device(), tensor.sizes(), c10::contiguous_strides(tensor.sizes()));
   const bool is_in_rows = tensor.is_cuda() && has_rows_of(tensor.strides(), copy.sizes, copy.strides);
   std::optional<at::Tensor> result = is_in_rows ? compute_fused(copy, /*is_alone=*/true) : std::nullopt;
   return result ? *std::move(result) : tensor.contiguous();
@@ -575,10 +561,7 @@ std::optional<at::Tensor> compute_gradient(
   }
   input.check_unwritten();
   Value gradient;
-  gradient.dtype = dtype;
-  gradient.sizes = grad.sizes();
-  gradient.strides = elementwise_strides(grad.sizes(), grad.strides(), *strides);
-  gradient.has_strides = true;
+  gradient.set_layout(dtype, grad.device(), grad.sizes(), elementwise_strides(grad.sizes(), grad.strides(), *strides));
   if (!agree(grad.sizes(), gradient.strides, *strides)) {
     return std::nullopt;  // elements in two orders: the input, once written, is read faster
   }

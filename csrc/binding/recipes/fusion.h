@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <pybind11/pybind11.h>
 
 #include <optional>
 
@@ -14,9 +13,10 @@ namespace fastact::recipes {
 // The tensor of a recipe, if a program computes it in one pass and that is worth it. `is_alone`: even of a single formula.
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false);
 
-// The gradient of a function's input, which isn't written if it is a recipe whose program can be continued: in a half type by
-// Opcode::gradient, of two factors for each of its numbers, in float32 by an instruction of its own, but on the CPU not at
-// all, where vectors round otherwise than single elements. `is_alone`: even of an input that is kept.
+// The gradient of a function's input by a program that continues the input's own, so that the input isn't written; none if
+// there is no such program. In a half type it ends with Opcode::gradient, which multiplies by two factors from a table; in
+// float32 with the function's own instruction, on a GPU only: on the CPU vectors round otherwise than single elements.
+// `is_alone`: even of an input that is kept.
 std::optional<at::Tensor> compute_gradient(
     Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors = {}, bool is_alone = false);
 

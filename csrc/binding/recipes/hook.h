@@ -19,7 +19,7 @@ torch::autograd::SavedVariable save_before_write(const at::Tensor& tensor);
 // The value that a scope's hook has packed, or null.
 pybind11::object value_behind(const torch::autograd::SavedVariable& saved);
 
-// In bytes, the smallest tensors that are replaced; of a parameter's copies in another dtype.
+// In bytes: the smallest tensor that is replaced, and the smallest copy of a parameter in another dtype.
 void set_smallest(int64_t any, int64_t of_parameter);
 
 // The pack hook of a Hook of Python's, and the unpack hook of all.

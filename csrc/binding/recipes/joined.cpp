@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "formulas.h"
+#include "leaves.h"
 
 namespace fastact::recipes {
 namespace {

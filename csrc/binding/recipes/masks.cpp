@@ -12,8 +12,8 @@
 #include "../../recipes/masks.h"
 #include "../devices.h"
 #include "../older_torch.h"
-#include "computing.h"
 #include "derivation.h"
+#include "formulas.h"
 
 namespace fastact::recipes {
 namespace {
@@ -102,7 +102,9 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
     if (!found->second.hook().is(hook)) {
       return {};
     }
-    value = found->second.version == version ? py::object(found->second.value()) : value;
+    if (found->second.version == version) {
+      value = found->second.value();
+    }
   }
   if (value.is_none()) {
     const at::NoGradGuard no_grad;

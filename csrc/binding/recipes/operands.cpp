@@ -1,6 +1,5 @@
 #include "operands.h"
 
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
@@ -16,7 +15,7 @@ namespace {
 
 using torch::autograd::Node;
 
-bool is_private(const Value& value) {
+bool follows_from_private(const Value& value) {
   return value.is_private ||
          std::any_of(value.roots.begin(), value.roots.end(), [](const py::object& root) { return value_of(root).is_private; });
 }
@@ -75,7 +74,7 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
     if (Derivation::current) {
       Derivation::current->between[{node.get(), number}] = {value, node};
     }
-  } else if (!value_of(value).is_current() || is_private(value_of(value))) {
+  } else if (!value_of(value).is_current() || follows_from_private(value_of(value))) {
     return {};
   }
   return value;
@@ -133,7 +132,7 @@ py::object saved(Step& step, PyObject* name) {
     if (value.is_private || value.copy) {
       return value.copy;  // or null
     }
-    return value.is_current() && !is_private(value) ? data : py::object();
+    return value.is_current() && !follows_from_private(value) ? data : py::object();
   }
   if (!attribute(raw, NAME("unpack_hook")).is_none()) {
     return {};

@@ -34,7 +34,7 @@ struct Step {
 // The value of operand i, which the node may have saved under a name.
 py::object operand(Step& step, size_t i, PyObject* name);
 
-// The value, number or None behind what a node saved. Other hooks than this one, which may have seen it, aren't called.
+// The value, number or None behind what a node saved; null if other hooks have packed it, which aren't called.
 py::object saved(Step& step, PyObject* name);
 
 // What a node says about its op; in a rule also the output's own dtype, shape or number.

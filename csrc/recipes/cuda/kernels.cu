@@ -64,7 +64,7 @@ bool is_in_vectors(const Program& program, int n) {
   return true;
 }
 
-// One row of all elements as rows, of which a thread has several.
+// Splits a single row into four, so that a thread has vectors of several.
 void split(Program* program) {
   constexpr int rows = 4, vector = 8;
   if (program->dims > 1 || program->size[0] % (rows * vector) != 0) {
