@@ -677,6 +677,70 @@ def test_a_hook_that_raises_before_a_write():
     assert z.grad_fn._raw_saved_tensors[0].data.held is w
 
 
+@pytest.mark.parametrize("rows", [slice(3, 9), slice(None, None, 2)])
+def test_hooks_that_give_back_other_strides(rows):
+    """A view of what has gaps, and is no view itself."""
+
+    def hooks():
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t)
+
+    def run(scope):
+        torch.manual_seed(0)
+        w, p = torch.randn(64, 256, requires_grad=True), torch.randn(128, 128, requires_grad=True)
+        with hooks(), scope():
+            a, b = torch.unsafe_chunk(torch.randn(128, 64) @ w, 2, 1)
+            loss = a.sin().sum() + (a[rows] @ p).square().sum() + b.sum()
+        loss.backward()
+        return w.grad, p.grad
+
+    same_with_scope(run)
+
+
+class Dot(torch.autograd.Function):
+    """The sum of x * w, whose gradient for w is what it saved."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return (x * w).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, ctx.saved_tensors[0]
+
+
+def test_a_gradient_that_is_an_input(device):
+    """Accumulated in place, it would change the input."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        x, w = torch.randn(64, 64, device=device), torch.zeros(64, 64, device=device, requires_grad=True)
+        for _ in range(2):
+            with scope():
+                loss = Dot.apply(x, w)
+            loss.backward()
+        return x, w.grad
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_leaf_that_was_detached_from_what_is_written_to(writes):
+    def run(scope):
+        torch.manual_seed(0)
+        w = torch.randn(64, 64, requires_grad=True)
+        with scope():
+            h = w * 1.5
+            leaf = h.detach().requires_grad_()
+            y = leaf.roll(3, 1)
+            h = h.mul_(0.5) if writes else h * 0.5
+            loss = y.square().sum() + h.sum()
+        loss.backward()
+        return leaf.grad, w.grad
+
+    same_with_scope(run)
+
+
 def test_what_is_remembered_is_let_go():
     scope, loss, _ = shared_silu()
     loss.backward(retain_graph=True)

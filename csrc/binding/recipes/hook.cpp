@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "../../torch_version.h"
+#include "../strides.h"
 #include "calls.h"
 #include "computing.h"
 #include "derivation.h"
@@ -58,6 +59,9 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
 py::object value_of_view(py::handle hook, const py::object& outer, const at::Tensor& tensor, const at::Tensor& base) {
   const NodePointer& node = base.grad_fn();
   if (!node || !tensor.is_alias_of(base)) {  // its .data may have been set
+    return {};
+  }
+  if (!outer.is_none() && !is_dense(base.sizes(), base.strides())) {  // what the hooks outside give back may have other strides
     return {};
   }
   const auto number = static_cast<uint32_t>(base.output_nr());

@@ -65,6 +65,10 @@ bool is_leaf(const torch::autograd::Edge& edge) {
   return node && typeid(*node) == typeid(torch::autograd::AccumulateGrad);
 }
 
+bool is_alias(const at::Tensor& leaf) {
+  return !leaf.unsafeGetTensorImpl()->unique_version() && !is_parameter(leaf);
+}
+
 bool is_freed(const at::Tensor& parameter) {
   return known_sharding.is_there || (known_sharding.may_be_flat && py::hasattr(wrapped(parameter), "_is_flat_param"));
 }

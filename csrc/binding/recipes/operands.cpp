@@ -53,6 +53,9 @@ bool is_outdated(const Step& step) {
 py::object find(py::handle hook, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
   py::object value = noted(node, number);
   const bool is_of_leaf = is_leaf({node, number});
+  if (is_of_leaf && is_alias(leaf_of(*node))) {
+    return {};
+  }
   if (value && is_of_leaf && !value_of(value).is_current()) {
     value = py::object();  // of a graph that had it before it was written to
   }

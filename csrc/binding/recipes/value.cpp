@@ -163,9 +163,10 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   value.source = source;
   value.stream = current_stream(tensor);
   if (hooks.is_none()) {
-    // A leaf that requires a gradient is held itself, as autograd does, since sharded training exchanges its data; any other
-    // tensor without its history, which would make a cycle.
-    value.held = tensor.is_leaf() && tensor.requires_grad() ? tensor : at::Tensor(tensor.tensor_data());
+    // A leaf is held itself, as autograd does: sharded training exchanges its data, and where a backward returns it as a
+    // gradient, that has other owners. Anything else is held without its history, which would make a cycle.
+    const bool is_itself = tensor.is_leaf() && torch::autograd::isDifferentiableType(tensor.scalar_type());
+    value.held = is_itself ? tensor : at::Tensor(tensor.tensor_data());
     return object;
   }
   if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
