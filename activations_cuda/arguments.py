@@ -36,6 +36,11 @@ def moved_by_wrapper(model: nn.Module, inputs: Any) -> Any:
     return inputs
 
 
+def state_of(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers, also of a class with a method of its own by these names."""
+    return [*nn.Module.parameters(model), *nn.Module.buffers(model)]
+
+
 def check_model(name: str, model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: expected a torch.nn.Module, got {type(model).__name__}")
@@ -44,7 +49,7 @@ def check_model(name: str, model: nn.Module) -> None:
 
 
 def check_initialized(name: str, model: nn.Module) -> None:
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+    if any(map(is_lazy, state_of(model))):
         raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
 
 

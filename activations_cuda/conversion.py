@@ -34,19 +34,20 @@ __all__ = ["ConvertMode", "convert", "converted", "revert"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# PyTorch's ReLU saves its output for backward, which the next layer usually saves too: the bits would come on top. A
-# smooth activation pays where the next layer saves the output, and costs a second tensor where it doesn't.
-BY_DEFAULT = tuple(
-    kind for kind, name in FUNCTIONS.items() if _C.family[name].pytorch_saves != "output" and not _C.family[name].saves_output
-)
 
-# In a scope of recompute() those save their input, as PyTorch's do, and in place they need no copy of it.
-SMOOTH = tuple(kind for kind, name in FUNCTIONS.items() if _C.family[name].saves_output)
+def _pays(kind, inplace, in_scope=False):
+    """Whether an activation of torch.nn is worth converting, as far as one can say without inputs.
+
+    PyTorch's ReLU saves its output for backward, which the next layer usually saves too: the bits would come on top. A smooth
+    activation pays where the next layer saves the output, and costs a second tensor where it doesn't; in a scope of recompute()
+    it saves its input, as PyTorch's does, and in place needs no copy of it.
+    """
+    activation = _C.family[FUNCTIONS[kind]]
+    saves_input = activation.pytorch_saves == "input" or (activation.pytorch_saves == "output in place" and not inplace)
+    return saves_input and (in_scope or not activation.saves_output)
 
 
-def _pays_by_default(function, inplace):
-    saves = _C.family[function].pytorch_saves
-    return saves == "input" or (saves == "output in place" and not inplace)
+BY_DEFAULT = tuple(kind for kind in FUNCTIONS if _pays(kind, inplace=False))
 
 
 def _check_classes(name, classes):
@@ -152,13 +153,12 @@ def convert(
         functions, lines = found.converts(), summary(found.decisions())
         are_candidates = bool(found.calls)
     else:
-        kinds = (*BY_DEFAULT, *(SMOOTH if in_scope else ())) if named is None else named
         functions = {
             module: frozenset([FUNCTIONS[kind]])
             for module in model.modules()
-            if (kind := original_of(type(module))) in kinds
+            if (kind := original_of(type(module))) in OURS
+            and (kind in named if named is not None else _pays(kind, getattr(module, "inplace", False), in_scope))
             and can_convert(module)
-            and (named or _pays_by_default(FUNCTIONS[kind], getattr(module, "inplace", False)))
         }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
         kinds_found = _counted(original_of(type(module)) for module in functions)
@@ -170,21 +170,17 @@ def convert(
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
     functions = {_originals.get(module, module): names for module, names in functions.items()}
-    scoped = []
-    if surveyed or recompute:
-        scoped = [module for module in model.modules() if recomputes(module)]  # by an earlier call
-    if recompute and unwrapped(model) not in scoped:
-        scoped.append(unwrapped(model))
+    scoped = set(filter(recomputes, model.modules())) if surveyed or recompute else set()  # by an earlier call
+    if recompute:
+        scoped.add(unwrapped(model))
     if scoped:
         lines.append("the rest is recomputed")
-    for module in {*functions, *scoped}:  # raises an error before anything changes
-        class_for(module, functions.get(module, frozenset()), recomputes=module in scoped)
+    modules = {*functions, *scoped}
+    kinds = {module: class_for(module, functions.get(module, frozenset()), module in scoped) for module in modules}
     if surveyed or recompute:
         revert_all(model)
     try:
-        _replace(model, functions)
-        for module in scoped:
-            set_class(module, class_for(module, functions.get(module, frozenset()), recomputes=True))
+        _replace(model, kinds)
     except Exception:  # of a class whose instances can have no other
         revert_all(model)
         raise
@@ -209,13 +205,13 @@ FROZEN_AT_FIRST = gc.get_freeze_count()  # Python 3.12 starts with some
 _originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
-def _replace(model, functions):
-    """Make each module call this package's functions of these names."""
-    activations = [module for module in functions if type(module) in OURS and "forward" not in vars(module)]
+def _replace(model, kinds):
+    """Give each module its new class."""
+    activations = [module for module in kinds if type(module) in OURS and "forward" not in vars(module)]
     twins = {module: _twin(module, OURS[type(module)]) for module in _held_elsewhere(model, activations)}
-    for module, names in functions.items():
+    for module, kind in kinds.items():
         if module not in twins:
-            set_class(module, class_for(module, names))
+            set_class(module, kind)
     _originals.update({twin: module for module, twin in twins.items()})
     _exchange(model, twins)
 
@@ -283,17 +279,12 @@ def revert(model: Model) -> Model:
     derived = [name for module, name in names.items() if is_derived(module)]
     revert_all(model)
     _say("revert: %s", kinds or "nothing")
-    if hidden:
-        warnings.warn(
-            f"revert: {', '.join(hidden)}: a forward that was set on the module may still call this package's; set it anew",
-            stacklevel=2,
-        )
-    if derived:
-        warnings.warn(
-            f"revert: {', '.join(derived)}: of a class that was derived since from the converted one, as by fully_shard: still "
-            "converted",
-            stacklevel=2,
-        )
+    for found, what in (
+        (hidden, "a forward that was set on the module may still call this package's; set it anew"),
+        (derived, "of a class that was derived since from the converted one, as by fully_shard: still converted"),
+    ):
+        if found:
+            warnings.warn(f"revert: {', '.join(found)}: {what}", stacklevel=2)
     return model
 
 
@@ -330,6 +321,6 @@ class ConvertMode(FunctionMode):
     """
 
     def __init__(self, classes: type | Iterable[type] | None = None) -> None:
-        pay_in_place = (kind for kind in BY_DEFAULT if _pays_by_default(FUNCTIONS[kind], inplace=True))
+        pay_in_place = (kind for kind in FUNCTIONS if _pays(kind, inplace=True))
         named = pay_in_place if classes is None else _check_classes("ConvertMode", classes)
         super().__init__(frozenset(FUNCTIONS[kind] for kind in named))

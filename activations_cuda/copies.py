@@ -88,10 +88,6 @@ def _is_constant(value):
     return type(value) is not type and (type(value) in ATOMIC or (type(value) is tuple and all(map(_is_constant, value))))
 
 
-def _keep_open(self):
-    """In place of a finalizer: what it would close is still the module's."""
-
-
 def _containers_of(kind):
     """The containers and tensors among a class's attributes, which its code may write to."""
     kinds = (each for each in reversed(kind.__mro__) if not _is_of(each, ("torch.", "builtins.")))
@@ -157,14 +153,10 @@ class Copier:
         self.unfilled: list[Callable[[], None]] = []
 
     def __call__(self, value: Any) -> Any:
-        others, self.unfilled = self.unfilled, []
-        try:
-            copy = self._copy(value)
-            while self.unfilled:
-                self.unfilled.pop()()
-        finally:
-            others += self.unfilled  # after an error
-            self.unfilled = others
+        before = len(self.unfilled)
+        copy = self._copy(value)
+        while len(self.unfilled) > before:
+            self.unfilled.pop()()
         return copy
 
     def _copy(self, value):
@@ -183,14 +175,10 @@ class Copier:
                 self.copies[id(value)] = value, value
         return self.copies[id(value)][1]
 
-    def _all(self, values):
-        return [value if type(value) in ATOMIC else self._copy(value) for value in values]
-
     def _items(self, items):
         for key, value in items:
             # Other keys may have a hash of what isn't filled yet.
-            key = self._copy(key) if type(key) not in ATOMIC and _is_hashed_by_identity(key) else key
-            yield key, value if type(value) in ATOMIC else self._copy(value)
+            yield self._copy(key) if _is_hashed_by_identity(key) else key, self._copy(value)
 
     def _start(self, value, kind):
         """Remembers the copy of a value; the attributes of one that may contain itself are filled in later."""
@@ -207,7 +195,7 @@ class Copier:
         elif kind is CACHED:
             copy = lru_cache(**value.cache_parameters())(self._copy(value.__wrapped__))
         elif kind is tuple:
-            copy = tuple(self._all(value))
+            copy = tuple(map(self._copy, value))
         elif kind in REFERENCES:
             copy = value if value() is None else REFERENCES[kind](self._copy(value()))
         elif kind in (weakref.ProxyType, weakref.CallableProxyType):
@@ -233,8 +221,8 @@ class Copier:
             self.unfilled.append(lambda: self._fill(copy, state))
         # Past methods of the user's own, which may do more.
         base = next(base for base in (OrderedDict, dict, list, kind) if issubclass(kind, base))
-        for item in self._all(items):
-            base.append(copy, item)
+        for item in items:
+            base.append(copy, self._copy(item))
         for key, item in self._items(pairs):
             base.__setitem__(copy, key, item)
 
@@ -253,14 +241,16 @@ class Copier:
 
     def _module(self, module, kind):
         own = nn.Module if wrapped(module) is not None else original_of(kind)
-        copy = object.__new__(subclass(own, {"__del__": _keep_open}) if hasattr(own, "__del__") else own)
+        if hasattr(own, "__del__"):  # what it would close is still the module's
+            own = subclass(own, {"__del__": lambda self: None})
+        copy = object.__new__(own)
 
         def fill():
             attributes = _containers_of(kind) | vars(module)
             for name in HOOKS:
                 kept = ((key, hook) for key, hook in list(attributes.get(name, {}).items()) if _keeps_nothing(hook))
                 attributes[name] = OrderedDict(kept)
-            vars(copy).update(self._items(list(attributes.items())))
+            self._fill(copy, attributes)
             self._fill_slots(copy, module)
             vars(copy)["_compiled_call_impl"] = None
             if (inner := wrapped(module)) is not None:
@@ -277,9 +267,7 @@ class Copier:
             copy.__defaults__, copy.__kwdefaults__ = self._copy(function.__defaults__), self._copy(function.__kwdefaults__)
             vars(copy).update(self._items(list(vars(function).items())))
             for cell, original in zip(cells, closure, strict=True):
-                try:
+                with suppress(ValueError):  # there is nothing in it yet
                     cell.cell_contents = self._copy(original.cell_contents)
-                except ValueError:  # there is nothing in it yet
-                    continue
 
         return copy, fill

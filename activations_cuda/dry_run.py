@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from activations_cuda.arguments import state_of
 from activations_cuda.copies import ATOMIC, Copier
 from activations_cuda.replacements import MODULE_CALL
 
@@ -42,7 +43,7 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 def own_storages(model: nn.Module) -> set[StorageWeakRef]:
     """Those of its parameters and buffers, which are there anyway."""
-    return {StorageWeakRef(part) for tensor in (*model.parameters(), *model.buffers()) for part in storages_of(tensor)}
+    return {StorageWeakRef(part) for tensor in state_of(model) for part in storages_of(tensor)}
 
 
 @contextmanager
@@ -85,17 +86,12 @@ def call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def _randomness_unchanged(tensors):
     """Whatever random numbers a forward pass takes, Python's and numpy's among them."""
-    state = random.getstate()
-    of_numpy = sys.modules.get("numpy.random")
-    numpys_state = of_numpy and of_numpy.get_state()
     devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            if of_numpy:
-                of_numpy.set_state(numpys_state)
+    with torch.random.fork_rng(devices), ExitStack() as states:
+        states.callback(random.setstate, random.getstate())
+        if of_numpy := sys.modules.get("numpy.random"):
+            states.callback(of_numpy.set_state, of_numpy.get_state())
+        yield
 
 
 def _clone(tensor):
@@ -147,26 +143,29 @@ def _fakes(device):
 @contextmanager
 def _without_reports_of_fakes():
     """PyTorch logs the traceback of what can't be done with fake tensors, after which real ones are tried."""
-
-    def mute(record):
-        return threading.get_ident() != thread
-
     thread, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(mute)
+    logger.addFilter(mute := lambda record: record.thread != thread)
     try:
         yield
     finally:
         logger.removeFilter(mute)
 
 
+# Random states and torch.compile's stance are the whole process's: two threads could restore what the other has set.
+_one_at_a_time = threading.RLock()
+
+
 def _run(run, copier, model, args, kwargs):
-    with _randomness_unchanged([*model.parameters(), *model.buffers()]), _uncompiled(), torch.enable_grad():
-        run(copier, model, args, kwargs)
+    with _one_at_a_time, _randomness_unchanged(state_of(model)), _uncompiled(), torch.enable_grad():
+        try:
+            run(copier, model, args, kwargs)
+        finally:
+            torch.clear_autocast_cache()  # it keeps copies of the copy's parameters until autocast ends
 
 
 def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
     """Call run(copier, model, args, kwargs) with copies on fake tensors or, if the model depends on values, on real ones."""
-    state = [*model.parameters(), *model.buffers()]
+    state = state_of(model)
     # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors autocast
     # would change nothing, and attention, for example, would save more.
     default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")

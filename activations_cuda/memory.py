@@ -4,7 +4,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import chain
 from typing import Any
@@ -201,8 +201,8 @@ def memory_report(
 ) -> MemoryReport:
     """What autograd saves for a model's backward pass, layer by layer, before and after conversion.
 
-    Runs the forward pass of a copy on fake tensors, with ``recompute`` three times: needs no GPU and no memory, and leaves the
-    model as it is, converted or not. Inputs that can be read only once, as generators, would be empty in the later ones. What
+    Runs the forward pass of a copy on fake tensors, with ``recompute`` twice: needs no GPU and no memory, and leaves the
+    model as it is, converted or not. Inputs that can be read only once, as generators, would be empty in the second. What
     several layers share counts once, with the first; parameters and buffers, which are there anyway, don't count. Before means
     PyTorch's own activations, after means ``convert(model, *inputs)``.
 
@@ -230,12 +230,12 @@ def memory_report(
     check_model("memory_report", model)
     check_initialized("memory_report", model)
     args, kwargs = arguments_of("memory_report", model, inputs, keyword_inputs, example_inputs)
-    classes = frozenset(FUNCTIONS.values())
-    found = Survey(model, args, kwargs, classes)
-    before, after = found.saved(frozenset()), found.saved(found.chosen)
+    found = Survey(model, args, kwargs, frozenset(FUNCTIONS.values()))
+    before, after, decisions = found.saved(frozenset()), found.saved(found.chosen), found.decisions()
     within = None
     if recompute:
-        within = Recomputed(model, args, kwargs, Survey(model, args, kwargs, classes, recompute=True).converts())
+        found.decide(recompute=True)
+        within = Recomputed(model, args, kwargs, found.converts())
     layers = tuple(
         LayerMemory(
             name, original_of(type(module)).__name__, before[module], after[module], within.kept[module] if within else None
@@ -243,5 +243,5 @@ def memory_report(
         for module, name in found.names.items()
         if before[module] or after[module] or (within and within.kept[module])
     )
-    report = MemoryReport(layers, before.total(), after.total(), found.decisions())
-    return replace(report, recompute=within.kept.total(), recomputed=dict(within.rules)) if within else report
+    kept, rules = (within.kept.total(), dict(within.rules)) if within else (None, {})
+    return MemoryReport(layers, before.total(), after.total(), decisions, kept, rules)

@@ -5,6 +5,7 @@ The mode knows this package's functions and is meant for the forward's own calls
 a checkpointed function, which runs again without the mode, stays PyTorch's. Nothing of the user's is rewritten.
 """
 
+import copyreg
 import functools
 import sys
 import types
@@ -28,13 +29,8 @@ OURS: dict[type, type] = {getattr(nn, name): getattr(modules, name) for name in 
 ORIGINALS = {ours: original for original, ours in OURS.items()}
 
 
-def function_of(kind: type) -> str:
-    """The function that a class of torch.nn calls: leaky_relu of LeakyReLU."""
-    (name,) = (name for name in functional.__all__ if name.replace("_", "") == kind.__name__.lower())
-    return name
-
-
-FUNCTIONS = {kind: function_of(kind) for kind in OURS}
+# The function that a class of torch.nn calls: leaky_relu of LeakyReLU.
+FUNCTIONS = {kind: name for kind in OURS for name in functional.__all__ if name.replace("_", "") == kind.__name__.lower()}
 
 
 def _unless_patched(function):
@@ -128,7 +124,8 @@ def _repr(self):
 
 def _reduce_ex(self, protocol):
     ours, kind = self._fastact_class, type(self)
-    reduced = super(ours, self).__reduce_ex__(protocol)
+    registered = copyreg.dispatch_table.get(original_of(kind))
+    reduced = registered(self) if registered else super(ours, self).__reduce_ex__(protocol)
     if kind is not ours or isinstance(reduced, str):  # derived from one of ours; the name of a global
         return reduced
     make, arguments, *rest = reduced
@@ -253,7 +250,7 @@ def _bound_forwards(module):
 
 def set_class(module: nn.Module, kind: type) -> None:
     bound = list(_bound_forwards(module))
-    object.__setattr__(module, "__class__", kind)  # past a `__setattr__` of the module's own, which may forbid it
+    vars(object)["__class__"].__set__(module, kind)  # past a `__setattr__` or a `__class__` of the module's own
     for name in bound:
         vars(module)[name] = types.MethodType(kind.forward, module)  # type: ignore[attr-defined]
 

@@ -95,9 +95,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.running, self.calls_from_forward = running, calls_from_forward
         self.outputs = []
-        self.names = {}
-        for name in FUNCTIONS.values():
-            self.names |= dict.fromkeys(replacements_of(frozenset([name])), name)
+        self.names = {function: name for name in FUNCTIONS.values() for function in replacements_of(frozenset([name]))}
         self.calls = []
         self.call = None
 
@@ -208,8 +206,12 @@ class Survey:
         model = unwrapped(model)
         self.names = {module: name for name, module in model.named_modules()}
         self.considered = functions
-        self.recomputes = recompute
         run_copy(model, args, kwargs, self._watch)
+        self.decide(recompute)
+
+    def decide(self, recompute: bool) -> None:
+        """Choose what is converted, within a scope of recompute() or not."""
+        self.recomputes = recompute
         units = {unit for call in self.calls if (unit := self._unit(call))}
         self.recomputed = {unit for unit in units if recompute and _C.family[unit[1]].saves_output}
         self.chosen = self._choose(units - self.recomputed)

@@ -1,6 +1,7 @@
 """convert(model, example_inputs=...): it converts what pays and nothing else, in modules of anybody's."""
 
 import copy
+import copyreg
 import gc
 import inspect
 import io
@@ -11,6 +12,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque, namedtuple
@@ -685,6 +687,32 @@ def test_a_converted_module_loads_elsewhere(converted, tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "model.pt")]
     run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+class Registered(nn.Module):
+    """Pickled by a function that is registered for its class."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.lock = nn.Linear(8, 8), threading.Lock()
+
+    def forward(self, x):
+        return torch.cat([F.relu6(self.layer(x)), x])
+
+
+def made_registered(state):
+    made = Registered()
+    made.load_state_dict(state)
+    return made
+
+
+def test_a_registered_reducer(monkeypatch):
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, lambda each: (made_registered, (each.state_dict(),)))
+    model, x = Registered(), torch.randn(4, 8)
+    activations_cuda.convert(model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert activations_cuda.converted(other) == activations_cuda.converted(model) != {}
+        assert torch.equal(other(x), model(x))
 
 
 def test_a_converted_module_of_a_local_class_is_pickled_by_value():

@@ -1042,3 +1042,78 @@ def test_modules_that_another_thread_is_importing(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     model = activations_cuda.convert(nn.Sequential(nn.ReLU6()), torch.randn(ROWS, requires_grad=True))
     assert activations_cuda.converted(model) == {"ReLU6": 1}
+
+
+def test_surveys_in_two_threads():
+    """torch.compile's stance and random states are the whole process's."""
+
+    class Waits(nn.Module):
+        def __init__(self, inside, others):
+            super().__init__()
+            self.relu6, self.wait = nn.ReLU6(), lambda: (inside.set(), others.wait(0.5))
+
+        def forward(self, x):
+            self.wait()
+            return self.relu6(x + torch.rand(())) * x
+
+    importlib.import_module("torch._dynamo")
+    x, state = torch.randn(8, 8), torch.get_rng_state()
+    events = threading.Event(), threading.Event()
+    models = Waits(*events), Waits(*reversed(events))
+    threads = [threading.Thread(target=activations_cuda.memory_report, args=(model, x)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_autocast_keeps_nothing_of_a_copy():
+    class Depends(nn.Linear):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    model, x = Depends(61, 67), torch.randn(4, 61)
+    with torch.autocast("cpu", torch.bfloat16):
+        activations_cuda.memory_report(model, x)
+        gc.collect()
+        weights = [each for each in gc.get_objects() if type(each) is nn.Parameter and each.shape == model.weight.shape]
+    assert len(weights) == 1
+
+
+class Groups(nn.Sequential):
+    """Has methods of its own by the names of nn.Module's."""
+
+    def parameters(self, recurse=True):
+        return [{"params": super().parameters(recurse)}]
+
+
+class Transparent(nn.Sequential):
+    @property
+    def __class__(self):
+        return nn.Linear
+
+
+class Comparing(nn.Sequential):
+    def __eq__(self, other):
+        return self[0].weight == other[0].weight
+
+    __hash__ = nn.Module.__hash__
+
+
+@pytest.mark.parametrize("kind", [Groups, Transparent, Comparing])
+def test_classes_with_methods_of_their_own(kind):
+    class Own(kind):
+        def forward(self, x):
+            return F.relu6(super().forward(x)) * x
+
+    x = torch.randn(32, 64)
+    part = Own(nn.Linear(64, 64))
+    model = nn.Sequential(part, Own(nn.Linear(64, 64)))
+    expected = model(x)
+    activations_cuda.convert(part, x, recompute=True)
+    activations_cuda.convert(model, x, recompute=True)
+    assert torch.equal(model(x), expected) and activations_cuda.converted(model)["Own"] == 2
+    activations_cuda.revert(model)
+    assert {type(each) for each in model} == {Own}
