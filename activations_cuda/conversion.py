@@ -100,9 +100,9 @@ def convert(
 
     Called with the inputs of the model's forward pass, ``convert(model, x, mask=mask)``, it runs that pass once on a copy of
     the model and on fake tensors, finds out which layers save which tensors, and converts exactly those calls whose conversion
-    lowers what autograd saves. The pass needs no GPU, no memory and about a second. It reaches modules of any class whose
-    forward calls one of PyTorch's activations, as a function or as a method. Training mode, frozen parameters and autocast
-    count as they are around the call.
+    lowers what autograd saves. The pass needs no GPU, about a second, and no memory unless it depends on tensors' values. It
+    reaches modules of any class whose forward calls one of PyTorch's activations, as a function or as a method. Training mode,
+    frozen parameters and autocast count as they are around the call.
 
     Without inputs, modules of exactly these classes of torch.nn are converted, except LeakyReLU in place: like ReLU, it saves
     its output, which the next layer usually saves too.

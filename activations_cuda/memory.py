@@ -201,10 +201,10 @@ def memory_report(
 ) -> MemoryReport:
     """What autograd saves for a model's backward pass, layer by layer, before and after conversion.
 
-    Runs the forward pass of a copy on fake tensors, with ``recompute`` twice: needs no GPU and no memory, and leaves the
-    model as it is, converted or not. Inputs that can be read only once, as generators, would be empty in the second. What
-    several layers share counts once, with the first; parameters and buffers, which are there anyway, don't count. Before means
-    PyTorch's own activations, after means ``convert(model, *inputs)``.
+    Runs the forward pass of a copy on fake tensors, with ``recompute`` twice: needs no GPU, nor memory unless it depends on
+    tensors' values, and leaves the model as it is, converted or not. Inputs that can be read only once, as generators, would be
+    empty in the second. What several layers share counts once, with the first; parameters and buffers, which are there anyway,
+    don't count. Before means PyTorch's own activations, after means ``convert(model, *inputs)``.
 
     It counts what PyTorch's kernels for the model's device save; a model on the meta device counts as one on the CPU (under
     CUDA's autocast, on a GPU), where attention with dropout saves more than on a GPU. What LSTM layers reserve for backward,

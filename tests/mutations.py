@@ -217,7 +217,7 @@ RECOMPUTE = [
     Mutant(
         "kept with its history",
         VALUE,
-        "tensor.requires_grad() ? tensor : at::Tensor(tensor.tensor_data())",
+        "is_itself ? tensor : at::Tensor(tensor.tensor_data())",
         "true ? tensor : tensor",
     ),
     Mutant("nodes by their address alone", VALUE, " || found->second->node_->expired()", ""),

@@ -198,7 +198,7 @@ def test_figures_of_recompute():
     assert re.findall(r"^\| .+% \|$", read("docs/recompute.md"), re.MULTILINE) == expected
     assert all(row[f"{what}_equal"] for row in rows for what in ("losses", "weights", "recipes"))
     least, *_, most = sorted(1 - row["memory"] for row in rows if "convolutions" not in row["model"])
-    assert f"in {least:.0%}".rstrip("%") + f" to {most:.0%} less memory" in README
+    assert f"with {least:.0%}".rstrip("%") + f" to {most:.0%} less memory" in README
     less = {row["model"]: f"{1 - row['memory']:.0%}" for row in rows}
     heads = [less[f"{model}, language model"] for model in ("GPT-2", "Llama")]
     assert "GPT-2 needs {} less, Llama {}".format(*heads) in README
