@@ -696,6 +696,23 @@ def test_hooks_that_give_back_other_strides(rows):
     same_with_scope(run)
 
 
+def test_softshrink_of_a_layout_that_hooks_change():
+    """In vectors its zeros have other signs on the CPU. In the first step there are none."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        p, c = torch.randn(128, 128, requires_grad=True), torch.randn(128, 128, requires_grad=True)
+        for far in (5, 0):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t), scope():
+                x = torch.empty_strided((128, 128), (300, 2)).fill_(1.0)
+                y = F.softshrink(x.mul_(p + far * p.detach().sign()), 0.5)
+                loss = (y.reciprocal().clamp(-1.0, 1.0) * c).sum()
+            loss.backward()
+        return p.grad, c.grad
+
+    same_with_scope(run)
+
+
 class Dot(torch.autograd.Function):
     """The sum of x * w, whose gradient for w is what it saved."""
 
@@ -1120,6 +1137,20 @@ def test_mask_is_packed_once():
         y = sum(torch.where(mask, x * i, x) for i in range(4))
     assert scope.bytes() == 64 * 8
     y.sum().backward()
+
+
+@pytest.mark.parametrize("around", [recompute, contextlib.nullcontext])
+def test_mask_of_several_scopes_is_packed_once(around):
+    mask = torch.rand(64, 64) > 0.5
+    x = torch.randn(64, 64, requires_grad=True)
+    scopes = []
+    with around():
+        for i in range(3):
+            with Scope() as scope:
+                x = torch.where(mask, x * i, x)
+            scopes.append(scope)
+    assert {root.data_ptr() for scope in scopes for root in scope.tensors()} == {scopes[0].tensors()[0].data_ptr()}
+    x.sum().backward()
 
 
 @pytest.mark.parametrize("numel", [64, 65, 71, 4096, 10007])

@@ -182,7 +182,7 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     F.logsigmoid: TABULATED,
     F.hardshrink: TABULATED,
     _C.hardshrink: TABULATED,
-    F.softshrink: TABULATED,
+    F.softshrink: TABULATED_VARIES,  # the signs of its zeros
     _C.softshrink: TABULATED,
     _C.threshold: TABULATED,
     F.glu: VARIES,

@@ -49,6 +49,12 @@ auto& packed() {
   return masks;
 }
 
+// Whether the hooks around the scope are those that have a mask's bits.
+bool are_kept_by(const py::object& hooks, const py::object& mask) {
+  const py::object& others = value_of(value_of(mask).operands[0]).hooks_outside;
+  return hooks.is_none() ? !others : others && others.equal(hooks);
+}
+
 }  // namespace
 
 at::Tensor pack_mask(const at::Tensor& mask) {
@@ -99,11 +105,12 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   const auto found = masks.find(owner.unsafeGetTensorImpl());
   py::object value = py::none();
   if (found != masks.end() && !found->second.mask.expired()) {
-    if (!found->second.hook().is(hook)) {
-      return {};
-    }
     if (found->second.version == version) {
       value = found->second.value();
+    }
+    // What an earlier scope has packed as well is somebody's, and stays.
+    if (value.is_none() ? !found->second.hook().is(hook) : !are_kept_by(outer, value)) {
+      return {};
     }
   }
   if (value.is_none()) {
