@@ -1,6 +1,7 @@
 """A dry run: the forward pass of a model's copy, on fake tensors where they will do, and what autograd saves in it."""
 
 import logging
+import os
 import random
 import sys
 import threading
@@ -155,12 +156,18 @@ def _without_reports_of_fakes():
 _one_at_a_time = threading.RLock()
 
 
+def _forget_lock():
+    """In a child process, which doesn't have the thread that may have held it."""
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
+
 def _run(run, copier, model, args, kwargs):
     with _one_at_a_time, _randomness_unchanged(state_of(model)), _uncompiled(), torch.enable_grad():
-        try:
-            run(copier, model, args, kwargs)
-        finally:
-            torch.clear_autocast_cache()  # it keeps copies of the copy's parameters until autocast ends
+        run(copier, model, args, kwargs)
 
 
 def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
@@ -194,7 +201,10 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
         try:
             with torch.inference_mode(False):
                 copier = Copier(_clone)
-                _run(run, copier, *copier((model, args, kwargs)))
+                try:
+                    _run(run, copier, *copier((model, args, kwargs)))
+                finally:
+                    torch.clear_autocast_cache()  # which keeps the copies of parameters until autocast ends
         except torch.cuda.OutOfMemoryError:  # most likely the model doesn't take these inputs
             raise error  # noqa: B904 (it has both)
 

@@ -727,7 +727,7 @@ class Dot(torch.autograd.Function):
 
 
 def test_a_gradient_that_is_an_input(device):
-    """Accumulated in place, it would change the input."""
+    """Accumulated in place, it would change the input, which requires no gradient."""
 
     def run(scope):
         torch.manual_seed(0)
@@ -1151,6 +1151,34 @@ def test_mask_of_several_scopes_is_packed_once(around):
             scopes.append(scope)
     assert {root.data_ptr() for scope in scopes for root in scope.tensors()} == {scopes[0].tensors()[0].data_ptr()}
     x.sum().backward()
+
+
+def test_mask_of_several_scopes_is_given_back_once_by_each():
+    """As by an offloader that forgets what it has given back."""
+
+    class Offloader:
+        def __init__(self):
+            self.store = {}
+
+        def pack(self, tensor):
+            self.store[len(self.store)] = tensor.clone()
+            return len(self.store) - 1
+
+        def unpack(self, key):
+            return self.store.pop(key)
+
+    def run(scope):
+        torch.manual_seed(0)
+        offloader, x = Offloader(), torch.randn(64, 64, requires_grad=True)
+        mask, losses = torch.rand(64, 64) > 0.5, []
+        for i in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(offloader.pack, offloader.unpack), scope():
+                losses.append(torch.where(mask, x * i, x).sum())
+        for loss in losses:
+            loss.backward()
+        return [x.grad]
+
+    same_with_scope(run)
 
 
 @pytest.mark.parametrize("numel", [64, 65, 71, 4096, 10007])

@@ -7,8 +7,10 @@ import importlib
 import io
 import itertools
 import logging
+import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +18,7 @@ import threading
 import time
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import ClassVar
 
@@ -1060,13 +1063,56 @@ def test_surveys_in_two_threads():
     x, state = torch.randn(8, 8), torch.get_rng_state()
     events = threading.Event(), threading.Event()
     models = Waits(*events), Waits(*reversed(events))
-    threads = [threading.Thread(target=activations_cuda.memory_report, args=(model, x)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as threads:
+        reports = list(threads.map(lambda model: activations_cuda.memory_report(model, x), models))
+    assert reports[0].before == reports[1].before
     assert torch._dynamo.eval_frame._stance.stance == "default"
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_child_of_a_process_that_surveys():
+    """It has none of the threads, but their locks as they were."""
+
+    class Forks(nn.Module):
+        def forward(self, x):
+            inside.set()
+            done.wait(60)
+            return F.relu6(x) * x
+
+    inside, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=activations_cuda.memory_report, args=(Forks(), torch.randn(8, 8)))
+    thread.start()
+    inside.wait()
+    child = os.fork()
+    if child == 0:
+        done.set()
+        activations_cuda.memory_report(Forks(), torch.randn(8, 8))
+        os._exit(0)
+    deadline = time.monotonic() + 60
+    while (status := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if status == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert status == (child, 0)
+
+
+def test_autocast_keeps_its_casts_of_the_model():
+    """Cast anew, the weight's gradient would be summed in float32."""
+
+    def run(look):
+        torch.manual_seed(0)
+        model, x = net(), torch.randn(ROWS)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).sum()
+            look(model, x)
+            loss = loss + model(x + 1).sum()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    for one, other in zip(run(activations_cuda.memory_report), run(lambda *_: None), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_autocast_keeps_nothing_of_a_copy():

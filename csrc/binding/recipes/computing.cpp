@@ -27,11 +27,12 @@
 
 namespace fastact::recipes {
 
-// The values that remember their tensor until the end of a backward pass. A callback owns this, which the engine drops when the
-// pass ends or fails; then they forget.
+// The values that remember their tensor until the end of a backward pass. A callback of the engine owns this: the engine calls it
+// when the pass ends, and drops it when that fails; then they forget.
 struct Pass {
   explicit Pass(int task) : task(task) {}
-  ~Pass();
+  ~Pass() { forget(); }
+  void forget();
   int task;
   std::unordered_set<Value*> values;
 };
@@ -134,9 +135,12 @@ at::Tensor in_half(Value& value) {
 
 thread_local Packing* Packing::current = nullptr;
 
-Pass::~Pass() {
+void Pass::forget() {
+  if (task < 0) {  // the callback has run, maybe just before the interpreter ends
+    return;
+  }
   const py::gil_scoped_acquire gil;
-  passes().erase(task);
+  passes().erase(std::exchange(task, -1));
   std::vector<at::Tensor> remembered;  // which may own values themselves: freed once none of them refers to this
   for (Value* value : std::exchange(values, {})) {
     value->pass_ = nullptr;
@@ -174,7 +178,7 @@ at::Tensor Value::remember(int task, at::Tensor tensor) {
   if (!running) {
     const auto pass = std::make_shared<Pass>(task);
     running = pass.get();
-    torch::autograd::Engine::get_default_engine().queue_callback([pass] {});
+    torch::autograd::Engine::get_default_engine().queue_callback([pass] { pass->forget(); });
   }
   if (pass_ && pass_ != running) {
     pass_->values.erase(this);

@@ -20,7 +20,7 @@
 namespace fastact::recipes {
 namespace {
 
-// A recipe that nobody gets: what it reads has a reader less.
+// Of a recipe that is given up: its operands lose a reader.
 void drop(const Value& recipe) {
   for (const py::object& each : recipe.operands) {
     if (is_value(each)) {

@@ -13,7 +13,7 @@
 namespace fastact::recipes {
 
 // The state of one derivation: `untried`, the recipes that must be verified, with the formulas that the rules gave them;
-// `between`, the recipes that nobody has yet, null where there is none, so that it is found out once.
+// `between`, recipes not yet handed out; null for an output that has none, so that this is found out once.
 struct Derivation {
   Derivation() : outer(current) { current = this; }
   Derivation(const Derivation&) = delete;

@@ -66,7 +66,7 @@ bool is_leaf(const torch::autograd::Edge& edge) {
 }
 
 bool is_alias(const at::Tensor& leaf) {
-  return !leaf.unsafeGetTensorImpl()->unique_version() && !is_parameter(leaf);
+  return version_of(leaf) > 0 && !leaf.unsafeGetTensorImpl()->unique_version() && !is_parameter(leaf);
 }
 
 bool is_freed(const at::Tensor& parameter) {

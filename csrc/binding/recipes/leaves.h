@@ -35,8 +35,8 @@ bool is_of_earlier_pass(const torch::autograd::Node& node, uint64_t begins);
 // Whether an edge leads to a leaf of the graph.
 bool is_leaf(const torch::autograd::Edge& edge);
 
-// Whether a leaf that is no parameter was detached from a tensor that is still there: an op that wrote to that since would have
-// written to the leaf.
+// Whether a leaf that is no parameter, and was written to, shares its version with another tensor: what it was detached from,
+// or a view. An op that wrote to one since has written to all.
 bool is_alias(const at::Tensor& leaf);
 
 // Of a leaf that is known to be a parameter, and of any.

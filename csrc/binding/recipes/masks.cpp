@@ -49,10 +49,9 @@ auto& packed() {
   return masks;
 }
 
-// Whether the hooks around the scope are those that have a mask's bits.
-bool are_kept_by(const py::object& hooks, const py::object& mask) {
-  const py::object& others = value_of(value_of(mask).operands[0]).hooks_outside;
-  return hooks.is_none() ? !others : others && others.equal(hooks);
+// Whether another scope may read a mask's bits. Hooks around it may give them back in one backward pass only.
+bool can_be_shared(const py::object& mask) {
+  return !value_of(value_of(mask).operands[0]).hooks_outside;
 }
 
 }  // namespace
@@ -108,8 +107,8 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
     if (found->second.version == version) {
       value = found->second.value();
     }
-    // What an earlier scope has packed as well is somebody's, and stays.
-    if (value.is_none() ? !found->second.hook().is(hook) : !are_kept_by(outer, value)) {
+    // An earlier scope's user may hold the mask itself: then bits would come on top.
+    if (!found->second.hook().is(hook) && (value.is_none() || !outer.is_none() || !can_be_shared(value))) {
       return {};
     }
   }

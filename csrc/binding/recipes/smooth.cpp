@@ -64,7 +64,7 @@ bool fits(const Smooth& activation, c10::Device device) {
       const at::Tensor expected = activation.backward(grad, input);
       const at::Tensor same = found->view(at::kInt).eq(expected.view(at::kInt));
       const at::Tensor are_same = same.logical_or(found->isnan().logical_and(expected.isnan())).all();
-      const py::gil_scoped_release no_gil;  // what the device has yet to do may need it
+      const py::gil_scoped_release no_gil;  // the device may be waiting for a callback that needs it
       is_equal = are_same.item<bool>();
     }
     return known[key] = is_equal;
