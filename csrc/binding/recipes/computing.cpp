@@ -27,8 +27,8 @@
 
 namespace fastact::recipes {
 
-// The values that remember their tensor until the end of a backward pass. A callback of the engine owns this: the engine calls it
-// when the pass ends, and drops it when that fails; then they forget.
+// The values that remember their tensor until the end of a backward pass. A callback of the engine owns this: the engine calls
+// it when the pass ends, and drops it when that fails; then they forget.
 struct Pass {
   explicit Pass(int task) : task(task) {}
   ~Pass() { forget(); }

@@ -163,9 +163,9 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   value.source = source;
   value.stream = current_stream(tensor);
   if (hooks.is_none()) {
-    // A leaf is held itself, as autograd does: sharded training exchanges its data, and a backward that returns it as a gradient
-    // must find that it has other owners, or `.grad` would take its memory. Anything else is held without its history, which
-    // would make a cycle.
+    // A leaf is held itself, as autograd does: sharded training exchanges its data, and a backward that returns it as a
+    // gradient must find that it has other owners, or `.grad` would take its memory. Anything else is held without its history,
+    // which would make a cycle.
     const bool is_itself = tensor.is_leaf() && torch::autograd::isDifferentiableType(tensor.scalar_type());
     value.held = is_itself ? tensor : at::Tensor(tensor.tensor_data());
     return object;
