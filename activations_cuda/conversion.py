@@ -35,7 +35,7 @@ __all__ = ["ConvertMode", "convert", "converted", "revert"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def _pays(kind, inplace, in_scope=False):
+def pays_by_default(kind: type, inplace: bool, in_scope: bool = False) -> bool:
     """Whether an activation of torch.nn is worth converting, as far as one can say without inputs.
 
     PyTorch's ReLU saves its output for backward, which the next layer usually saves too: the bits would come on top. A smooth
@@ -45,9 +45,6 @@ def _pays(kind, inplace, in_scope=False):
     activation = _C.family[FUNCTIONS[kind]]
     saves_input = activation.pytorch_saves == "input" or (activation.pytorch_saves == "output in place" and not inplace)
     return saves_input and (in_scope or not activation.saves_output)
-
-
-BY_DEFAULT = tuple(kind for kind in FUNCTIONS if _pays(kind, inplace=False))
 
 
 def _check_classes(name, classes):
@@ -157,7 +154,7 @@ def convert(
             module: frozenset([FUNCTIONS[kind]])
             for module in model.modules()
             if (kind := original_of(type(module))) in OURS
-            and (kind in named if named is not None else _pays(kind, getattr(module, "inplace", False), in_scope))
+            and (kind in named if named is not None else pays_by_default(kind, getattr(module, "inplace", False), in_scope))
             and can_convert(module)
         }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
@@ -321,6 +318,6 @@ class ConvertMode(FunctionMode):
     """
 
     def __init__(self, classes: type | Iterable[type] | None = None) -> None:
-        pay_in_place = (kind for kind in FUNCTIONS if _pays(kind, inplace=True))
+        pay_in_place = (kind for kind in FUNCTIONS if pays_by_default(kind, inplace=True))
         named = pay_in_place if classes is None else _check_classes("ConvertMode", classes)
         super().__init__(frozenset(FUNCTIONS[kind] for kind in named))

@@ -12,9 +12,8 @@ import pytest
 from torch import nn
 
 import activations_cuda
-from activations_cuda.conversion import BY_DEFAULT
 from activations_cuda.replacements import OURS
-from family import SMOOTH
+from family import BY_DEFAULT, SMOOTH
 from trees import FROM_SOURCE, ROOT, run
 
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.exists()}

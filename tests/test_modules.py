@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import activations_cuda
-from activations_cuda.conversion import BY_DEFAULT, log
+from activations_cuda.conversion import log
 from activations_cuda.memory import saved_bytes
-from family import assert_same, assert_same_values, softshrink
+from family import BY_DEFAULT, assert_same, assert_same_values, softshrink
 
 MODULES = [
     nn.ReLU(),

@@ -42,9 +42,9 @@ def top_hooks():
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def copying_hooks():
+def copying_hooks(memory_format=torch.preserve_format):
     """As those that offload."""
-    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
+    return torch.autograd.graph.saved_tensors_hooks(partial(torch.clone, memory_format=memory_format), lambda tensor: tensor)
 
 
 # Autograd
@@ -668,7 +668,7 @@ def test_a_hook_that_raises_before_a_write():
 
     with recompute():
         y = x @ w
-        _, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        _, unpack = top_hooks()
         torch._C._autograd._push_saved_tensors_default_hooks(fail, unpack)
         with pytest.raises(RuntimeError, match="mine"):
             activations_cuda.silu(y, inplace=True)
@@ -681,19 +681,27 @@ def test_a_hook_that_raises_before_a_write():
 def test_hooks_that_give_back_other_strides(rows):
     """A view of what has gaps, and is no view itself."""
 
-    def hooks():
-        return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t)
-
     def run(scope):
         torch.manual_seed(0)
         w, p = torch.randn(64, 256, requires_grad=True), torch.randn(128, 128, requires_grad=True)
-        with hooks(), scope():
+        with copying_hooks(torch.contiguous_format), scope():
             a, b = torch.unsafe_chunk(torch.randn(128, 64) @ w, 2, 1)
             loss = a.sin().sum() + (a[rows] @ p).square().sum() + b.sum()
         loss.backward()
         return w.grad, p.grad
 
     same_with_scope(run)
+
+
+def test_the_output_that_was_written_to_is_named():
+    x = torch.randn(128, 64, requires_grad=True)
+    with recompute():
+        _, b = torch.unsafe_chunk(x, 2)
+        loss = b.sin().sum()
+    with torch.no_grad():
+        b.mul_(2)
+    with pytest.raises(RuntimeError, match="which is output 1 of UnsafeSplitBackward0, is at version 1; expected version 0"):
+        loss.backward()
 
 
 def test_softshrink_of_a_layout_that_hooks_change():
@@ -703,7 +711,7 @@ def test_softshrink_of_a_layout_that_hooks_change():
         torch.manual_seed(0)
         p, c = torch.randn(128, 128, requires_grad=True), torch.randn(128, 128, requires_grad=True)
         for far in (5, 0):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous().clone(), lambda t: t), scope():
+            with copying_hooks(torch.contiguous_format), scope():
                 x = torch.empty_strided((128, 128), (300, 2)).fill_(1.0)
                 y = F.softshrink(x.mul_(p + far * p.detach().sign()), 0.5)
                 loss = (y.reciprocal().clamp(-1.0, 1.0) * c).sum()

@@ -1085,9 +1085,12 @@ def test_a_child_of_a_process_that_surveys():
     inside.wait()
     child = os.fork()
     if child == 0:
-        done.set()
-        activations_cuda.memory_report(Forks(), torch.randn(8, 8))
-        os._exit(0)
+        try:
+            done.set()
+            activations_cuda.memory_report(Forks(), torch.randn(8, 8))
+            os._exit(0)
+        finally:  # or pytest would go on in it
+            os._exit(1)
     deadline = time.monotonic() + 60
     while (status := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
         time.sleep(0.01)
