@@ -203,8 +203,8 @@ ON = {
         Mutant("32-bit indices", ACCESS, "return (piece *", "return static_cast<int>(piece *"),
         Mutant("a slope of 0 multiplies", CUDA, "slope == 0 ? scalar_t(0) : scaled", "scaled"),
         Mutant("outside keeps nothing, whatever the slope", CUDA, "inside == 1 && outside == 0", "inside == 1"),
-        Mutant("kernels on the default stream", DEVICES, "kernel(c10::cuda::getCurrentCUDAStream())", "kernel(nullptr)"),
-        Mutant("no guard for the device", DEVICES, "const c10::cuda::CUDAGuard guard(on.device());", ""),
+        Mutant("kernels on the default stream", DEVICES, "kernel(current_stream(on.device()))", "kernel(nullptr)"),
+        Mutant("no guard for the device", DEVICES, "const c10::DeviceGuard guard(on.device());", ""),
         Mutant("a mask on any device", ARGUMENTS, "mask.device() == grad.device()", "true"),
     ],
 }
@@ -264,10 +264,16 @@ RECOMPUTE = [
     ),
     Mutant("running statistics that were written to", CALLS, 'norm->variable(NAME("training")).ptr() == Py_False', "false"),
     Mutant(
-        "a frozen bias that was written to",
-        CALLS,
-        "version_of(THPVariable_Unpack(bias.ptr())) != call->version_of_bias",
-        "false",
+        "a weak tensor that was written to", VALUE, "if (!memory || counter_.current_version() != version_)", "if (!memory)"
+    ),
+    Mutant("what a pass was given, forgotten", COMPUTING, "if (given_)", "if (false)"),
+    Mutant("the version of a tensor computed again", COMPUTING, "in_version(compute(is_temporary))", "compute(is_temporary)"),
+    Mutant(
+        "formulas of subclasses", COMPUTING, "TorchFunctionDisabledState::ALL_DISABLED", "TorchFunctionDisabledState::ENABLED"
+    ),
+    Mutant("other data", VALUE, "is_same_memory(held, tensor)", "tensor.sizes() == held.sizes()"),
+    Mutant(
+        "a configuration for each position", DERIVATION, "is_movement ? number_of_position", "is_tabulated ? number_of_position"
     ),
     Mutant("sums of multiples in any strides", RECIPES + "formulas.py", "return alpha != 1", "return False"),
     Mutant("the sign of a zero behind layer norm", RECIPES + "norms.py", ", on_cpu=(layer_norm_affine_on_cpu,)", ""),

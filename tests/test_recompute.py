@@ -28,6 +28,7 @@ from activations_cuda.recipes.rules import RULES, op
 from activations_cuda.recipes.step import Underivable
 from activations_cuda.recipes.verification import Candidates
 from recomputing import Keep, Plain, Scope, assert_same, compare, same_with_scope, small_net
+from recomputing import step as run_step
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
@@ -63,6 +64,70 @@ def test_double_backward(within):
         return [x.grad, grad, *(parameter.grad for parameter in net.parameters())]
 
     same_with_scope(run)
+
+
+def bytes_of(tensors):
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+HEADS = {
+    "in place": lambda x: F.relu(F.group_norm(x, 4), inplace=True),
+    "pooled": lambda x: F.max_pool2d(torch.tanh(x), 2),
+    "by a mask": lambda x: F.dropout(x, 0.5),
+}
+
+
+# After the scope indices are saved in 8 bytes, too.
+@pytest.mark.parametrize(("body", "within"), [*itertools.product(HEADS, [True]), ("in place", False), ("by a mask", False)])
+def test_passes_that_make_graphs_save_no_more(body, within, device):
+    """Each pass is given what the one before was, if the graph that it made has saved it."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        conv, heads = nn.Conv2d(3, 16, 3).to(device), nn.ModuleList(nn.Conv2d(16, 4, 3) for _ in range(3)).to(device)
+        x, after = torch.randn(8, 3, 24, 24, device=device, requires_grad=True), Plain()
+        with scope:
+            y = HEADS[body](conv(x))
+            outputs, loss = [head(y) for head in heads], 0
+        with scope if within else after:
+            for output in outputs:
+                (grad,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
+                loss = loss + grad.square().sum()
+        kept = bytes_of([*scope.tensors(), *after.tensors()])
+        loss.backward()
+        return [*(parameter.grad for parameter in (*conv.parameters(), *heads.parameters())), x.grad], kept
+
+    (expected, before), (gradients, after) = run(Plain()), run(Scope())
+    for one, other in zip(expected, gradients, strict=True):
+        assert_same(one, other)
+    assert after <= before
+
+
+def test_what_a_pass_was_given_is_written_to():
+    """By whoever wrote a backward: the next pass isn't given that again."""
+
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            held.append(ctx.saved_tensors[0])
+            gradient = grad * held[-1]
+            held[-1].mul_(2)
+            return gradient
+
+    held = []
+    x = torch.randn(64, 128, requires_grad=True)
+    with recompute():
+        y = Keep.apply(torch.exp(torch.sigmoid(x)))
+        loss = Doubles.apply(torch.relu(torch.sigmoid(x)))
+    del y
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(first, second) and len(held) == 2
 
 
 def test_retain_graph():
@@ -606,6 +671,104 @@ def test_forward_mode():
 
 
 # Other kinds of tensors
+
+
+class Scales(torch.Tensor):
+    """What is divided by it, or subtracts it, comes out a hundred times as large."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * 100 if func in (torch.div, torch.sub) else result
+
+
+@pytest.mark.parametrize("function", [torch.div, torch.sub])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_an_operand_of_a_subclass(function, requires_grad):
+    """Its __torch_function__ has run once, around the op."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        x, plain, scales = (torch.randn(64, 128) for _ in range(3))
+        x.requires_grad_(), plain.requires_grad_()
+        scales = scales.as_subclass(Scales).requires_grad_(requires_grad)
+        with scope():  # the first of them verifies the recipe
+            loss = (function(x, plain) * 100).sin().sum() + function(x, scales).sin().sum()
+        torch.autograd.backward(loss)
+        return [x.grad]
+
+    same_with_scope(run)
+
+
+def test_modes_see_no_verification():
+    class Counts(torch.overrides.TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.count += function in (torch.sin, torch.Tensor.sub, torch.Tensor.aminmax)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(64, 131, requires_grad=True)
+    with Counts() as mode, recompute():
+        Keep.apply(torch.sin(x.abs()))
+    assert mode.count == 1
+
+
+def test_other_data():
+    """Of the same layout and version."""
+    a = torch.randn(64, 128, requires_grad=True)
+    with recompute():
+        y = a @ torch.eye(128)
+        before = y.sin()
+        y.data = y.data * 2
+        z = y.cos()
+    assert before.grad_fn is not None  # what it saved is still there
+    (gradient,) = torch.autograd.grad(z.sum(), y)
+    assert torch.equal(gradient, -y.detach().sin())
+
+
+def test_memory_that_was_freed():
+    """As hand-made sharding does: no kernel reads it."""
+    norm, x = nn.BatchNorm2d(16), torch.randn(8, 16, 20, 20, requires_grad=True)
+    with recompute():
+        loss = Keep.apply(torch.relu(norm(x))).sum()
+    norm.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"expected a tensor of shape \[16\].*one whose memory was freed"):
+        loss.backward()
+
+
+def test_a_frozen_bias_that_is_swapped():
+    """Nobody's counts of what refers to it are ours to raise."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm2d(16), torch.randn(8, 16, 12, 12, requires_grad=True)
+        norm.bias.requires_grad_(False)
+        with scope():
+            y = torch.relu(norm(x))
+        torch.utils.swap_tensors(norm.bias, nn.Parameter(torch.ones(16), requires_grad=False))
+        y.sum().backward()
+        return [x.grad]
+
+    same_with_scope(run)
+
+
+def test_a_frozen_bias_in_a_dry_run():
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    net[1].bias.requires_grad_(False)
+    x = torch.randn(16, 3, 24, 24)
+    _, kept = run_step(net, lambda net: net(x).sum(), Scope(net))
+    assert activations_cuda.memory_report(net, x, recompute=True).recompute == kept
+
+
+def test_positions_that_change_make_few_configurations():
+    x = torch.randn(64, 128, requires_grad=True)
+    before = len(_C.recipes.chosen())
+    with recompute():
+        for shift in range(64):
+            Keep.apply(torch.roll(torch.relu(x), shift, 0))
+    assert 0 < len(_C.recipes.chosen()) - before <= 2 * 16
 
 
 def test_kinds_that_are_kept():

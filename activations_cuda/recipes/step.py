@@ -28,8 +28,8 @@ class NothingYet(Exception):
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """As an op's own forward runs: below autograd and autocast."""
-    with torch.no_grad(), torch._C._DisableAutocast():
+    """As an op's own forward runs: below autograd, autocast and ``__torch_function__``."""
+    with torch._C.DisableTorchFunction(), torch.no_grad(), torch._C._DisableAutocast():
         yield
 
 

@@ -189,7 +189,8 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
         return False  # comparing waits for the device
     start = time.perf_counter()
     try:
-        return _verify(recipe, untried, tensor)
+        with computing():
+            return _verify(recipe, untried, tensor)
     except (torch.OutOfMemoryError, NothingYet):
         return False  # there may be room at its next use, or what the hooks around the scope have
     except RuntimeError as error:  # a formula that isn't for this device or dtype
@@ -201,19 +202,18 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
 
 
 def _verify(recipe, untried, tensor):
-    with computing():
-        for each, formula in untried:
-            if isinstance(formula, Candidates):
-                # Not in a variable, so that what is computed here is freed before the recipe is.
-                operands = (value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands)
-                each.formula, each.fuses = formula.choose(*operands, *each.arguments)
-                if each.formula is None:
-                    return _refuse(each, tensor)
+    for each, formula in untried:
+        if isinstance(formula, Candidates):
+            # Not in a variable, so that what is computed here is freed before the recipe is.
+            operands = (value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands)
+            each.formula, each.fuses = formula.choose(*operands, *each.arguments)
+            if each.formula is None:
+                return _refuse(each, tensor)
+    if not is_identical(recipe.compute(), tensor):
+        for each, _ in untried:
+            each.fuses = False
         if not is_identical(recipe.compute(), tensor):
-            for each, _ in untried:
-                each.fuses = False
-            if not is_identical(recipe.compute(), tensor):
-                return _refuse(recipe, tensor)
+            return _refuse(recipe, tensor)
     tells = all(isinstance(formula, Candidates) for _, formula in untried) or _tells(tensor)
     for each, formula in untried:
         if tells or isinstance(formula, Candidates):

@@ -10,11 +10,11 @@
 
 namespace fastact::recipes {
 
-// A bias is None, or a weak reference to a tensor, which nobody but the caller may have; null if it isn't known.
 struct NormCall {
-  py::object eps, bias;
-  int64_t version_of_bias;
+  py::object eps;
   bool has_own_statistics;  // an instance norm, which repeats the running ones
+  bool has_no_bias = false;
+  std::optional<WeakTensor> bias;  // that nobody but the caller may have, if it is known
 };
 
 namespace {
@@ -100,16 +100,14 @@ void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
     return;
   }
   const py::object eps = norm->variable(NAME("eps"));
-  auto call = std::make_shared<NormCall>(NormCall{is_number(eps) ? eps : py::object(), {}, 0, is_instance_norm});
+  auto call = std::make_shared<NormCall>(NormCall{is_number(eps) ? eps : py::object(), is_instance_norm});
   const py::object bias = norm->variable(NAME("bias"));
-  if (bias.is_none()) {
-    call->bias = bias;
-  } else if (!is_instance_norm && THPVariable_Check(bias.ptr())) {  // instance norm repeats it
+  call->has_no_bias = bias.is_none();
+  if (!is_instance_norm && THPVariable_Check(bias.ptr())) {  // instance norm repeats it
     const at::Tensor& given = THPVariable_Unpack(bias.ptr());
     const bool has_version = !given.is_inference();
     if (has_version && !given.requires_grad() && !is_freed_parameter(given.is_view() ? at::Tensor(given._base()) : given)) {
-      call->bias = py::weakref(bias);
-      call->version_of_bias = version_of(given);
+      call->bias.emplace(given);
     }
   }
   value.norm_call = std::move(call);
@@ -122,14 +120,11 @@ py::object eps_of_call(py::handle node) {
 
 py::object bias_of_call(py::handle node) {
   const NormCall* const call = call_of(node);
-  if (!call || !call->bias || call->bias.is_none()) {
-    return call ? call->bias : py::object();
+  if (call && call->has_no_bias) {
+    return py::none();
   }
-  const py::object bias = call->bias();
-  if (bias.is_none() || version_of(THPVariable_Unpack(bias.ptr())) != call->version_of_bias) {
-    return {};
-  }
-  return keep(THPVariable_Unpack(bias.ptr()), py::none(), py::none());
+  const at::Tensor bias = call && call->bias ? call->bias->tensor() : at::Tensor();
+  return bias.defined() ? keep(bias, py::none(), py::none()) : py::object();
 }
 
 py::object statistics_of_call(py::handle node, PyObject* name) {

@@ -1,5 +1,6 @@
 #include "computing.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
@@ -105,6 +106,11 @@ at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, const py:
   for (const py::handle argument : py::reinterpret_borrow<py::tuple>(arguments)) {
     given.push_back(argument.ptr());
   }
+  // An op's own forward sees no __torch_function__ of its operands' classes.
+  using at::impl::PythonTorchFunctionTLS;
+  const auto reset = c10::make_scope_exit(
+      [state = PythonTorchFunctionTLS::get_disabled_state()] { PythonTorchFunctionTLS::set_disabled_state(state); });
+  PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
   const auto result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(formula, given.data(), given.size(), nullptr));
   if (!result) {
     throw py::error_already_set();
@@ -156,10 +162,18 @@ Value::~Value() {
 
 at::Tensor Value::tensor(bool* is_temporary) {
   if (held.defined()) {
+    TORCH_CHECK(
+        held.numel() == 0 || !held.has_storage() || held.storage().nbytes() > 0, "recompute: expected a tensor of shape ",
+        held.sizes(), ", which a recipe reads, to be there, got one whose memory was freed");
     return compute();
   }
+  if (given_) {
+    if (at::Tensor again = given_->tensor(); again.defined()) {
+      return again;
+    }
+  }
   if (readers < 2) {
-    return compute(is_temporary);
+    return in_version(compute(is_temporary));
   }
   const int task = torch::autograd::get_current_graph_task_id();
   if (task < 0) {
@@ -170,7 +184,7 @@ at::Tensor Value::tensor(bool* is_temporary) {
       remembered_version_ == version_of(remembered_)) {
     return remembered_;
   }
-  return remember(task, compute());
+  return remember(task, in_version(compute()));
 }
 
 at::Tensor Value::remember(int task, at::Tensor tensor) {
@@ -347,7 +361,7 @@ PyObject* unpack(PyObject*, PyObject* object) {
   const at::NoGradGuard no_grad;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   value.check_unwritten();
-  return THPVariable_Wrap(unshared(value, value.tensor()));
+  return THPVariable_Wrap(unshared(value, value.give()));
   END_HANDLE_TH_ERRORS
 }
 

@@ -85,6 +85,21 @@ int64_t number_of_object(py::handle object) {
   return number;
 }
 
+// The same for an argument of a formula that moves elements, whose positions only matter by how they align vectors.
+int64_t number_of_position(py::handle object) {
+  if (PyLong_CheckExact(object.ptr())) {
+    return number_of_object(object.attr("__mod__")(16));
+  }
+  if (!PyTuple_CheckExact(object.ptr())) {
+    return number_of_object(object);
+  }
+  Configuration numbers = {static_cast<int64_t>(ConfigurationOf::positions)};
+  for (const py::handle each : py::reinterpret_borrow<py::tuple>(object)) {
+    numbers.push_back(number_of_position(each));
+  }
+  return number_of(numbers);
+}
+
 // Gives a recipe the formula that fits its configuration, or has it tried. False if none fits.
 bool choose(const py::object& object) {
   Value& recipe = value_of(object);
@@ -148,8 +163,9 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   if (recipe.depth == 0 || recipe.depth > kMaxDepth || recipe.roots.size() > kMaxRoots) {
     return false;
   }
+  const auto number_of_argument = facts_of(recipe.formula).is_movement ? number_of_position : number_of_object;
   for (const py::handle argument : py::reinterpret_borrow<py::tuple>(recipe.arguments)) {
-    numbers.push_back(number_of_object(argument));
+    numbers.push_back(number_of_argument(argument));
   }
   append(numbers, recipe.sizes);
   if (step.tensor) {
@@ -485,7 +501,7 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
 py::object view_of(const py::object& value, const at::Tensor& view, const at::Tensor& base) {
   const int64_t offset = view.storage_offset() - base.storage_offset();
   py::object recipe =
-      recipe_of(ConfigurationOf::view, "view", formulas().as_strided, value, py::make_tuple(offset), view, offset);
+      recipe_of(ConfigurationOf::view, "view", formulas().as_strided, value, py::make_tuple(offset), view, offset % 16);
   value_of(recipe).replaced = torch::autograd::impl::version_counter(view);
   return recipe;
 }

@@ -119,6 +119,9 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const NodePointer& node = tensor.grad_fn();
   const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
   if (!node) {
+    if (py::object value = given(tensor)) {
+      return value;
+    }
     if (tensor.scalar_type() == at::kBool && !is_small(owner)) {
       if (py::object value = value_of_mask(hook, outer, tensor, owner)) {
         return value;

@@ -44,6 +44,12 @@ auto& recipes_by_operand() {
   return recipes;
 }
 
+// By the memory that they have given.
+auto& givers() {
+  static auto& values = *new std::unordered_map<const c10::StorageImpl*, Value*>();
+  return values;
+}
+
 template <class Registry, class Key>
 void leave(Registry& registry, const Key& key, const Value* value) {
   const auto found = registry.find(key);
@@ -59,6 +65,12 @@ int64_t configuration_of(const at::Tensor& tensor) {
   append(numbers, tensor.sizes());
   append(numbers, tensor.strides());
   return number_of(numbers);
+}
+
+// Whether two tensors are the same elements of the same memory.
+bool is_same_memory(const at::Tensor& tensor, const at::Tensor& other) {
+  return tensor.is_alias_of(other) && tensor.storage_offset() == other.storage_offset() && tensor.sizes() == other.sizes() &&
+         tensor.strides() == other.strides();
 }
 
 PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -87,6 +99,9 @@ void Value::leave_registry() {
   if (!operands.empty()) {
     leave(recipes_by_operand(), std::make_pair(operands[0].ptr(), configuration), this);
   }
+  if (given_) {
+    leave(givers(), given_->memory(), this);
+  }
 }
 
 void Value::take_layout_of(const at::Tensor& tensor) {
@@ -104,7 +119,7 @@ void Value::set_layout(at::ScalarType dtype, at::Device device, at::IntArrayRef 
 
 bool Value::stands_for(const at::Tensor& tensor) const {
   return version == version_of(tensor) &&
-         (held.defined() ? tensor.sizes() == held.sizes() && tensor.strides() == held.strides()
+         (held.defined() ? is_same_memory(held, tensor)
                          : (has_strides || held_outside) && tensor.sizes() == at::IntArrayRef(sizes) &&
                                tensor.strides() == at::IntArrayRef(strides)) &&
          is_current();
@@ -220,6 +235,63 @@ py::object noted(const NodePointer& node, uint32_t number) {
     return {};
   }
   return object_of(*found->second);
+}
+
+WeakTensor::WeakTensor(const at::Tensor& tensor)
+    : memory_(tensor.storage().getWeakStorageImpl()),
+      fake_(tensor.key_set().has(c10::DispatchKey::Python) ? tensor.getIntrusivePtr() : at::Tensor().getIntrusivePtr()),
+      counter_(torch::autograd::impl::version_counter(tensor)),
+      version_(version_of(tensor)),
+      stream_(current_stream(tensor)),
+      offset_(tensor.storage_offset()),
+      keys_(tensor.key_set()),
+      dtype_(tensor.dtype()),
+      sizes_(tensor.sizes()),
+      strides_(tensor.strides()) {}
+
+at::Tensor WeakTensor::tensor() const {
+  auto memory = memory_.lock();
+  if (!memory || counter_.current_version() != version_) {
+    return {};
+  }
+  if (keys_.has(c10::DispatchKey::Python)) {
+    return at::Tensor(fake_.lock());
+  }
+  at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(memory)), keys_, dtype_);
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_, offset_);
+  torch::autograd::impl::set_version_counter(result, counter_);
+  return current_stream(result) == stream_ ? result : at::Tensor();
+}
+
+bool WeakTensor::is(const at::Tensor& other) const {
+  const at::Tensor result = tensor();
+  return result.defined() && is_same_memory(result, other) && version_of(other) == version_;
+}
+
+at::Tensor Value::in_version(at::Tensor tensor) const {
+  if (version_of(tensor) != version && tensor.storage().use_count() == 1) {  // else it is somebody's whose version counts
+    torch::autograd::impl::set_version_counter(tensor, c10::VariableVersion(static_cast<uint32_t>(version)));
+  }
+  return tensor;
+}
+
+at::Tensor Value::give() {
+  at::Tensor result = tensor();
+  if (is_recipe()) {
+    if (given_) {
+      leave(givers(), given_->memory(), this);
+    }
+    given_.emplace(result);
+    if (!output_.first) {
+      givers()[given_->memory()] = this;
+    }
+  }
+  return result;
+}
+
+py::object given(const at::Tensor& tensor) {
+  const auto found = givers().find(tensor.storage().unsafeGetStorageImpl());
+  return found != givers().end() && found->second->has_given(tensor) ? object_of(*found->second) : py::object();
 }
 
 py::object equal_or_add(Value& recipe, const torch::autograd::Node& node) {

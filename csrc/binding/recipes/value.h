@@ -31,7 +31,7 @@ using Output = std::pair<torch::autograd::Node*, uint32_t>;
 // All that formulas depend on but elements. The first number is that of a node's name, or says what else it is of.
 using Configuration = c10::SmallVector<int64_t, 32>;
 
-enum class ConfigurationOf : int64_t { kept_tensor = -6, narrowed, written_to, mask, view, equal };
+enum class ConfigurationOf : int64_t { kept_tensor = -7, positions, narrowed, written_to, mask, view, equal };
 
 struct NormCall;
 struct Pass;
@@ -40,6 +40,28 @@ struct Pass;
 inline int64_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
+
+// A tensor that others may or may not have any longer. It refers to the memory, since a tensor with weak references can't be
+// swapped; a fake tensor, which is a Python object, itself.
+class WeakTensor {
+ public:
+  explicit WeakTensor(const at::Tensor& tensor);
+
+  // Undefined if nobody has its memory, if it was written to, or on another stream.
+  at::Tensor tensor() const;
+  bool is(const at::Tensor& other) const;
+  // A key, which no other memory has while this is alive.
+  const c10::StorageImpl* memory() const { return memory_._unsafe_get_target(); }
+
+ private:
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory_;
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> fake_;
+  c10::VariableVersion counter_;
+  int64_t version_, stream_, offset_;
+  c10::DispatchKeySet keys_;
+  caffe2::TypeMeta dtype_;
+  at::DimVector sizes_, strides_;
+};
 
 struct Value {
   Value() = default;
@@ -66,17 +88,21 @@ struct Value {
   // The tensor, computed once in a backward pass if it has several readers. `is_temporary` is set if nobody else has its
   // memory.
   at::Tensor tensor(bool* is_temporary = nullptr);
+  // The same for a backward pass. A graph that it makes may save the tensor, so the next pass is given that once more.
+  at::Tensor give();
   at::Tensor compute(bool* is_temporary = nullptr);
   // Raises autograd's error if what it is, or what it replaces, was written to.
   void check_unwritten() const;
+  bool has_given(const at::Tensor& tensor) const { return given_ && given_->is(tensor); }
   void leave_registry();
   // Takes over the version, sizes and strides of the tensor that it stands for.
   void take_layout_of(const at::Tensor& tensor);
   void set_layout(at::ScalarType dtype, at::Device device, at::IntArrayRef sizes, at::IntArrayRef strides);
   bool remembers() const { return remembered_.defined(); }
-  // Whether what is held or remembered shares its memory.
+  // Whether what is held, remembered or given shares its memory.
   bool has_memory_of(const at::Tensor& tensor) const {
-    return (held.defined() && held.is_alias_of(tensor)) || (remembers() && remembered_.is_alias_of(tensor));
+    return (held.defined() && held.is_alias_of(tensor)) || (remembers() && remembered_.is_alias_of(tensor)) ||
+           (given_ && given_->memory() == tensor.storage().unsafeGetStorageImpl());
   }
 
   int64_t version = 0;
@@ -118,6 +144,8 @@ struct Value {
   friend py::object noted(const NodePointer& node, uint32_t number);
 
   at::Tensor remember(int task, at::Tensor tensor);
+  // With the version of the tensor that it stands for.
+  at::Tensor in_version(at::Tensor tensor) const;
   // What the hooks outside give back.
   py::object fetch();
   // The formula of the operands. `is_new`: nobody else has the result.
@@ -126,6 +154,7 @@ struct Value {
   at::Tensor remembered_;
   int64_t remembered_stream_ = 0, remembered_version_ = 0;
   Pass* pass_ = nullptr;
+  std::optional<WeakTensor> given_;
 
   Output output_ = {nullptr, 0};  // whose value it was noted to be
   std::optional<WeakNode> node_;
@@ -156,6 +185,9 @@ int64_t configuration_of(Value& value);
 // addresses are used again.
 void note(const py::object& value, const NodePointer& node, uint32_t number);
 py::object noted(const NodePointer& node, uint32_t number);
+
+// From a tensor that no node has made, as a mask, to the value that gave it to a backward pass, or null.
+py::object given(const at::Tensor& tensor);
 
 // The equal recipe of a node shortly before this one's, or null: then this one is added, for later ones to find.
 py::object equal_or_add(Value& recipe, const torch::autograd::Node& node);
