@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import lru_cache
+from inspect import getclosurevars
+from io import BytesIO, StringIO
 from itertools import chain
 from types import (
     BuiltinFunctionType,
@@ -69,20 +71,18 @@ def _keeps_nothing(hook):
         return any(_is_of(kind, "torch.nn.utils.") for kind in type(hook).__mro__)
     if _is_of(hook, "transformers.utils.output_capturing."):  # without it there are no hidden states
         return True
-    variables = [hook.__globals__.get(name) for name in hook.__code__.co_names]
-    variables += hook.__closure__ or ()
-    variables += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *hook.__code__.co_consts]
+    try:
+        used = getclosurevars(hook)
+    except ValueError:  # a variable has no value yet
+        return False
+    values = [*used.nonlocals.values(), *used.globals.values()]
+    values += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *hook.__code__.co_consts]
     names = {instruction.opname for instruction in dis.get_instructions(hook)}
-    is_pure = EFFECTS.isdisjoint(hook.__code__.co_names) and names.isdisjoint(("STORE_GLOBAL", "IMPORT_NAME"))
-    return is_pure and all(map(_is_constant, variables))
+    is_pure = EFFECTS.isdisjoint(used.builtins) and names.isdisjoint(("STORE_GLOBAL", "IMPORT_NAME"))
+    return is_pure and all(map(_is_constant, values))
 
 
 def _is_constant(value):
-    if type(value) is CellType:
-        try:
-            return _is_constant(value.cell_contents)
-        except ValueError:  # empty so far
-            return False
     if type(value) is ModuleType:
         return f"{value.__name__}.".startswith(("torch.", "math."))
     return type(value) is not type and (type(value) in ATOMIC or (type(value) is tuple and all(map(_is_constant, value))))
@@ -115,6 +115,8 @@ def _is_shared(value, kind):
     """Whether it has what a copy must not: an identity that others ask for, a finalizer, threads or processes, much memory."""
     if kind is BuiltinFunctionType and type(value.__self__) in ATOMIC:  # a function, no method of what is copied
         return True
+    if kind in (BytesIO, StringIO):  # whose finalizer closes nothing but themselves
+        return False
     if kind is object or issubclass(kind, (type, ModuleType)) or hasattr(kind, "__del__") or _is_of(kind, SHARED):
         return True
     has_size = type(getattr(kind, "nbytes", None)) is GetSetDescriptorType  # an array, by a class written in C

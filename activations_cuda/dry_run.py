@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from activations_cuda.arguments import state_of
 from activations_cuda.copies import ATOMIC, Copier
-from activations_cuda.replacements import MODULE_CALL
+from activations_cuda.replacements import MODULE_CALL, callers
 
 FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
@@ -167,7 +167,12 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 def _run(run, copier, model, args, kwargs):
     with _one_at_a_time, _randomness_unchanged(state_of(model)), _uncompiled(), torch.enable_grad():
-        run(copier, model, args, kwargs)
+        try:
+            run(copier, model, args, kwargs)
+        except Exception as error:  # maybe because it is a copy, as where a global dict has the model for a key
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note("from a copy of the model that activations_cuda ran; convert(model) without inputs runs none")
+            raise
 
 
 def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
@@ -214,11 +219,7 @@ def running_module(copier: Copier, modules: Collection[nn.Module]) -> Callable[[
     originals = {id(copier(module)): module for module in modules}
 
     def running():
-        frame = sys._getframe()
-        while frame is not None:
-            if frame.f_code is MODULE_CALL and (module := originals.get(id(frame.f_locals["self"]))) is not None:
-                return module
-            frame = frame.f_back
-        return next(iter(modules))
+        copies = (frame.f_locals["self"] for frame in callers(MODULE_CALL))
+        return next((originals[id(copy)] for copy in copies if id(copy) in originals), next(iter(modules)))
 
     return running

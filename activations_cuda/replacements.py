@@ -10,7 +10,7 @@ import functools
 import sys
 import types
 from abc import ABCMeta
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from inspect import signature, unwrap
@@ -85,23 +85,24 @@ class FunctionMode(TorchFunctionMode):
         return True
 
 
-MODULE_CALL = nn.Module._call_impl.__code__
+MODULE_CALL = unwrap(nn.Module._call_impl).__code__  # somebody may have wrapped it before
 CHECKPOINT = unwrap(checkpoint).__code__
 
 
-def caller(*codes: types.CodeType | None) -> types.FrameType | None:
-    """The innermost frame that runs one of these."""
+def callers(*codes: types.CodeType | None) -> Iterator[types.FrameType]:
+    """The frames that run one of these, the innermost first."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame and frame.f_code not in codes:
+    while frame:
+        if frame.f_code in codes:
+            yield frame
         frame = frame.f_back
-    return frame
 
 
 class _ForwardMode(FunctionMode):
     def is_meant(self):
         if is_dynamo_compiling():  # a part of the forward
             return False
-        frame = caller(FORWARD, MODULE_CALL, CHECKPOINT)
+        frame = next(callers(FORWARD, MODULE_CALL, CHECKPOINT), None)
         return frame is not None and frame.f_code is FORWARD and frame.f_locals.get("mode") is self
 
 

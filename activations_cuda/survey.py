@@ -35,7 +35,7 @@ from activations_cuda.replacements import (
     FUNCTIONS,
     MODULE_CALL,
     ORIGINAL_FUNCTIONS,
-    caller,
+    callers,
     calls_its_class,
     is_patched,
     original_of,
@@ -152,10 +152,10 @@ def _drops_in_place(func, kwargs):
 def calls_from_forward(module: nn.Module) -> bool:
     """Whether it is its forward that calls here, not a hook of it, a module that it doesn't register, or a checkpoint."""
     forward = getattr(unwrap(type(module).forward), "__code__", None)
-    frame = caller(forward, MODULE_CALL, CHECKPOINT)
+    frame = next(callers(forward, MODULE_CALL, CHECKPOINT), None)
     if frame is None or frame.f_code is not forward:
         return False
-    frame = caller(MODULE_CALL, CHECKPOINT)
+    frame = next(callers(MODULE_CALL, CHECKPOINT), None)
     return frame is not None and frame.f_code is MODULE_CALL and frame.f_locals["self"] is module
 
 

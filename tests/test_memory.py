@@ -202,6 +202,11 @@ def test_command_refuses_bad_input(capsys, monkeypatch):
     assert f"pip install 'activations-cuda[report]' torch=={torch.__version__.split('+')[0]}" in message
 
 
+def test_command_creates_what_wants_values(monkeypatch):
+    monkeypatch.setitem(command.LIBRARIES, "timm", lambda name: (["net"], lambda: nn.Linear(int(torch.ones(8).sum()), 8)))
+    assert command.load("timm:net").weight.device.type == "cpu"
+
+
 def test_command_under_autocast(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(command, "load", lambda spec: nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3)))
     path = tmp_path / "report.json"

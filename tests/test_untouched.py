@@ -619,6 +619,16 @@ class Writes(Act):
             lambda m, x: m.has(x),
             lambda m: m.has.__defaults__[0],
         ),
+        "text": (
+            lambda m: setattr(m, "has", io.StringIO()),
+            lambda m, x: m.has.write("called"),
+            lambda m: m.has.getvalue(),
+        ),
+        "bytes": (
+            lambda m: setattr(m, "has", io.BytesIO()),
+            lambda m, x: m.has.write(b"called"),
+            lambda m: m.has.getvalue(),
+        ),
         "tensor of the class": (lambda m: None, lambda m, x: m.of_class.add_(1), lambda m: m.of_class.item()),
         "slot": (lambda m: setattr(m, "slot", []), lambda m, x: m.slot.append(x), lambda m: m.slot),
     }
@@ -789,6 +799,21 @@ def test_what_was_frozen_before_the_import():
     assert run.returncode == 0, run.stderr
 
 
+def test_a_module_call_that_was_wrapped_before_the_import():
+    program = """
+        import functools, torch
+        from torch import nn
+        call = nn.Module._call_impl
+        nn.Module._call_impl = functools.wraps(call)(lambda *args, **kwargs: call(*args, **kwargs))
+        import activations_cuda
+        model = nn.Sequential(nn.LayerNorm(8), nn.ReLU6())
+        activations_cuda.convert(model, torch.randn(64, 8))
+        assert activations_cuda.converted(model) == {"ReLU6": 1}
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_two_models_with_one_activation_in_any_order():
     act = nn.ReLU6()
     one, other = nn.Sequential(nn.LayerNorm(8), act), nn.Sequential(nn.LayerNorm(8), act)
@@ -921,6 +946,19 @@ def test_a_failing_pass_logs_no_traceback():
         assert not records and not logger.filters
     finally:
         logger.removeHandler(handler)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+def test_an_error_of_the_copy_alone_says_so():
+    class Scaled(Act):
+        def forward(self, x):
+            return super().forward(x) * scales[self]
+
+    model = Scaled()
+    scales = {model: 2.0}
+    with pytest.raises(KeyError) as raised:
+        activations_cuda.convert(model, torch.randn(ROWS))
+    assert "a copy of the model" in raised.value.__notes__[0]
 
 
 class Counts(nn.Module):
