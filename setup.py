@@ -1,7 +1,7 @@
 """Builds the kernels, a library for each device, and a binding of them to torch.
 
-The binding is for the torch that is installed, with CUDA where that torch and this machine have it; then it also serves CPU
-builds of that torch. TORCH_FOLDERS may name other torches, separated by colons: then there is a binding for each of them.
+The binding is for the torch that is installed, with CUDA where that torch and this machine have it. TORCH_FOLDERS may name
+other torches, separated by colons: then there are two bindings for each of them, for its CUDA and its CPU builds.
 """
 
 import copy
@@ -56,7 +56,7 @@ def find_toolkit():
 
 
 def check_toolkit(toolkit, binding):
-    """End where the toolkit is of another CUDA major version than a binding's torch: its code could need a newer driver."""
+    """End where the toolkit is of another CUDA major version than a binding's torch: what it compiles would not load."""
     run = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True)
     found = re.search(r"release (\d+)\.(\d+)", run.stdout)
     major = binding.cuda.split(".")[0]
@@ -130,14 +130,15 @@ class Binding:
 
     @property
     def folder(self):
-        return "torch_{}_{}".format(*self.minor)
+        return "torch_{}_{}_{}".format(*self.minor, "cuda" if self.cuda else "cpu")
 
 
-def binding_for(root):
+def bindings_for(root):
     version = runpy.run_path(root / "version.py") if (root / "version.py").exists() else {"cuda": None}
     if version["cuda"] is None:
         sys.exit(f"activations-cuda: TORCH_FOLDERS: expected folders of torch, of its builds with CUDA, got {root}")
-    return Binding(version["__version__"].partition("+")[0], version["cuda"], root)
+    release = version["__version__"].partition("+")[0]  # which build it was says nothing of the other binding
+    return [Binding(release, cuda, root) for cuda in (version["cuda"], None)]
 
 
 toolkit = find_toolkit()
@@ -147,7 +148,7 @@ forced_by = "TORCH_FOLDERS" if any(folders) else "FORCE_CUDA" if flag("FORCE_CUD
 if reason and forced_by:
     sys.exit("activations-cuda: {} is set, but {}: {}".format(forced_by, *reason))
 installed = Binding(str(torch.__version__), None if reason else torch.version.cuda, Path(torch.__file__).parent)
-bindings = [binding_for(Path(folder).resolve()) for folder in folders if folder] or [installed]
+bindings = [binding for folder in folders if folder for binding in bindings_for(Path(folder).resolve())] or [installed]
 
 if reason:
     print("activations-cuda: building for the CPU only: {}".format(*reason))
@@ -236,11 +237,15 @@ COMPILE_ARGS = {
     ],
     "nvcc": ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden", "--ptxas-options=-v,--warn-on-spills", "--threads=4"],
 }
-KERNELS = {"libfastact_cpu": "csrc/*/cpu/*.cpp", "libfastact_cuda": "csrc/**/cuda/*.cu"}
+KERNELS = {"libfastact_cpu": "csrc/*/cpu/*.cpp", "libfastact_cuda": "csrc/*/cuda/*.cu"}
 
 
 def extension(name, sources, root, cuda, libraries=(), library_dirs=(), link_args=()):
-    include_dirs = [root / "include", root / "include/torch/csrc/api/include", *([toolkit / "include"] if cuda else [])]
+    include_dirs = [root / "include", root / "include/torch/csrc/api/include"]
+    if cuda:
+        include_dirs += [toolkit / "include"]
+        library_dirs = [*library_dirs, toolkit / "lib64", toolkit / "lib"]
+        libraries = [*libraries, "cudart"]
     return Extension(
         f"activations_cuda.{name}",
         sorted(glob(sources, recursive=True)),
@@ -258,22 +263,17 @@ def extension(name, sources, root, cuda, libraries=(), library_dirs=(), link_arg
     )
 
 
-def kernels_extension(name):
-    if name == "libfastact_cpu":
-        return extension(name, KERNELS[name], installed.root, cuda=False)
-    # The runtime is linked in, so that the library loads under a CPU build of torch, too.
-    runtime = ["cudart_static", "dl", "pthread", "rt"]
-    return extension(name, KERNELS[name], installed.root, True, runtime, [toolkit / "lib64", toolkit / "lib"])
-
-
 def binding_extension(binding):
-    streams = ["c10_cuda"] if binding.cuda and binding.minor < (2, 11) else []  # older_torch.h says why
+    libraries, kernels = ["c10", "torch", "torch_cpu", "torch_python"], ["libfastact_cpu"]
+    if binding.cuda:
+        libraries += ["c10_cuda", "torch_cuda"]
+        kernels += ["libfastact_cuda"]
     return extension(
         f"{binding.folder}._C",
         "csrc/binding/**/*.cpp",
         binding.root,
         binding.cuda,
-        ["c10", "torch", "torch_cpu", "torch_python", *streams],
+        libraries,
         [binding.root / "lib"],
         ["-Wl,-rpath,$ORIGIN/..", *(f"-l:{name}.so" for name in kernels), *(["-fopenmp"] if is_clang() else [])],
     )
@@ -292,7 +292,7 @@ setup(
     version=VERSION,
     install_requires=[requirement(), "tabulate"],  # which prints memory_report's table
     ext_modules=[
-        *map(kernels_extension, kernels),
+        *(extension(name, KERNELS[name], installed.root, name == "libfastact_cuda") for name in kernels),
         *map(binding_extension, bindings),
     ],
     cmdclass={"build_ext": BuildWithRecord},

@@ -33,16 +33,18 @@ def _interface(torch_version: str) -> str:
 
 
 def find_binding(running_torch: str, running_cuda: str | None) -> str:
-    """The folder of the module for this torch minor version.
+    """The folder of the module for this torch minor version and CUDA major version.
 
-    It serves CPU builds of that torch, and builds for the same CUDA major version; if it was built without CUDA, all.
+    A build without any binding for CUDA also serves CUDA builds of torch.
 
     Raises:
         ImportError: There is none.
     """
+    built_with_cuda = any(cuda for _, cuda in _build.bindings.values())
     for folder, (built_torch, built_cuda) in _build.bindings.items():
         same_torch = _interface(built_torch) == _interface(running_torch)
-        if same_torch and (not built_cuda or not running_cuda or built_cuda.split(".")[0] == running_cuda.split(".")[0]):
+        same_cuda = (built_cuda or "").split(".")[0] == (running_cuda or "").split(".")[0]
+        if same_torch and (same_cuda or not built_with_cuda):
             return folder
     built = ", ".join(_describe(*binding) for binding in _build.bindings.values())
     raise ImportError(

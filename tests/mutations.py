@@ -203,8 +203,8 @@ ON = {
         Mutant("32-bit indices", ACCESS, "return (piece *", "return static_cast<int>(piece *"),
         Mutant("a slope of 0 multiplies", CUDA, "slope == 0 ? scalar_t(0) : scaled", "scaled"),
         Mutant("outside keeps nothing, whatever the slope", CUDA, "inside == 1 && outside == 0", "inside == 1"),
-        Mutant("kernels on the default stream", DEVICES, "kernel(current_stream(on.device()))", "kernel(nullptr)"),
-        Mutant("no guard for the device", DEVICES, "const c10::DeviceGuard guard(on.device());", ""),
+        Mutant("kernels on the default stream", DEVICES, "kernel(c10::cuda::getCurrentCUDAStream())", "kernel(nullptr)"),
+        Mutant("no guard for the device", DEVICES, "const c10::cuda::CUDAGuard guard(on.device());", ""),
         Mutant("a mask on any device", ARGUMENTS, "mask.device() == grad.device()", "true"),
     ],
 }

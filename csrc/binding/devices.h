@@ -3,14 +3,18 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "../bits/activations.h"
-#include "../runtime.h"
-#include "older_torch.h"
+
+#if defined(FASTACT_CUDA)
+// Not ATen/cuda/CUDAContext.h: it needs the headers of cuSPARSE and cuBLAS, which a lean toolkit lacks.
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
 
 namespace fastact {
 
@@ -29,55 +33,37 @@ struct Cpu {
 };
 
 #if defined(FASTACT_CUDA)
-// By the interfaces that all builds of PyTorch have: a binding may be loaded where there is no libtorch_cuda.
 struct Cuda {
   static constexpr Device device = Device::cuda;
 
   static at::Tensor empty_format(const at::Tensor& like, at::MemoryFormat format) {
-    return empty(like.device(), like.sizes(), like.scalar_type(), format);
+    return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), like.device(), format));
   }
 
   static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
-    return empty_strided(like.device(), like.sizes(), strides, like.scalar_type());
-  }
-
-  static at::Tensor empty(at::Device on, at::IntArrayRef sizes, at::ScalarType dtype, at::MemoryFormat format) {
-    const c10::DeviceGuard guard(on);
-    return at::Tensor(at::detail::empty_generic(sizes, allocator(), kKeys, dtype, format));
-  }
-
-  static at::Tensor empty_strided(at::Device on, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
-    const c10::DeviceGuard guard(on);
-    return at::Tensor(at::detail::empty_strided_generic(sizes, strides, allocator(), kKeys, dtype));
-  }
-
-  static cudaStream_t current_stream(at::Device of) {
-    return static_cast<cudaStream_t>(native_handle(c10::impl::VirtualGuardImpl(of.type()).getStream(of)));
+    return at::Tensor(at::detail::empty_strided_cuda(like.sizes(), strides, like.scalar_type(), like.device()));
   }
 
   // Calls kernel(stream), which launches one on the current stream of the tensor's device.
   template <class Kernel>
   static void launch(const at::Tensor& on, const Kernel& kernel) {
-    const c10::DeviceGuard guard(on.device());
-    check_launch(kernel(current_stream(on.device())));
+    const c10::cuda::CUDAGuard guard(on.device());
+    check_launch(kernel(c10::cuda::getCurrentCUDAStream()));
   }
 
  private:
-  static constexpr auto kKeys = c10::DispatchKeySet(c10::DispatchKey::CUDA);
-
-  static c10::Allocator* allocator() { return at::detail::getCUDAHooks().getCUDADeviceAllocator(); }
-
   static void check_launch(cudaError_t error) {
     if (error == cudaErrorNoKernelImageForDevice) {
-      const auto capability = cuda::compute_capability();
-      const auto arch = c10::str(capability / 10, ".", capability % 10);
+      int device, major, minor;
+      C10_CUDA_CHECK(cudaGetDevice(&device));
+      C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+      C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
       TORCH_CHECK(
-          false, "activations_cuda: expected code for this GPU, of compute capability ", arch,
-          ", got a build for those in activations_cuda.build_info() alone; build it again with TORCH_CUDA_ARCH_LIST=", arch);
+          false, "activations_cuda: expected code for this GPU, of compute capability ", major, ".", minor,
+          ", got a build for those in activations_cuda.build_info() alone; build it again with TORCH_CUDA_ARCH_LIST=", major,
+          ".", minor);
     }
-    if (error != cudaSuccess) {
-      raise_device_error(error, c10::str("CUDA error: ", cuda::describe(error)));
-    }
+    C10_CUDA_CHECK(error);
   }
 };
 #endif
@@ -94,7 +80,7 @@ at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
 inline at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
 #if defined(FASTACT_CUDA)
   if (like.is_cuda()) {
-    return Cuda::empty(like.device(), {bytes}, at::kByte, at::MemoryFormat::Contiguous);
+    return at::Tensor(at::detail::empty_cuda({bytes}, at::kByte, like.device(), std::nullopt));
   }
 #endif
   return at::Tensor(at::detail::empty_cpu({bytes}, at::kByte));
@@ -103,7 +89,7 @@ inline at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
 inline at::Tensor empty_strided(const at::Tensor& like, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
 #if defined(FASTACT_CUDA)
   if (like.is_cuda()) {
-    return Cuda::empty_strided(like.device(), sizes, strides, dtype);
+    return at::Tensor(at::detail::empty_strided_cuda(sizes, strides, dtype, like.device()));
   }
 #endif
   return at::Tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
@@ -112,7 +98,7 @@ inline at::Tensor empty_strided(const at::Tensor& like, at::ScalarType dtype, at
 inline bool is_capturing([[maybe_unused]] at::Device device) {
 #if defined(FASTACT_CUDA)
   if (device.is_cuda()) {
-    return cuda::is_capturing(Cuda::current_stream(device));
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   }
 #endif
   return false;
@@ -121,8 +107,7 @@ inline bool is_capturing([[maybe_unused]] at::Device device) {
 inline void synchronize([[maybe_unused]] at::Device device) {
 #if defined(FASTACT_CUDA)
   if (device.is_cuda()) {
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    guard.synchronizeStream(guard.getStream(device));
+    c10::cuda::getCurrentCUDAStream(device.index()).synchronize();
   }
 #endif
 }

@@ -3,18 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/enum_tag.h>
-#include <c10/core/Stream.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/util/Exception.h>
 
-#include <string>
 #include <vector>
 
 #include "../torch_version.h"
-
-#if defined(FASTACT_CUDA) && FASTACT_TORCH_VERSION < 211
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace fastact {
 
@@ -64,26 +57,6 @@ inline bool is_traced() {
          TorchDispatchModeTLS::get_mode(Key::FUNCTIONAL).has_value();
 #else
   return TorchDispatchModeTLS::stack_len() > 0;
-#endif
-}
-
-#if defined(FASTACT_CUDA)
-// Since 2.11 a stream says what the CUDA runtime calls it (a binding for an older release is linked to libc10_cuda).
-inline void* native_handle(const c10::Stream& stream) {
-#if FASTACT_TORCH_VERSION >= 211
-  return stream.native_handle();
-#else
-  return c10::cuda::CUDAStream(stream).stream();
-#endif
-}
-#endif
-
-// Since 2.8 errors of a device have a class of their own.
-[[noreturn]] inline void raise_device_error(int code, const std::string& message) {
-#if FASTACT_TORCH_VERSION >= 208
-  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, code, message);
-#else
-  TORCH_CHECK(false, message);
 #endif
 }
 
