@@ -15,6 +15,7 @@ from functools import lru_cache
 from inspect import getclosurevars
 from io import BytesIO, StringIO
 from itertools import chain
+from sys import getsizeof
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -116,7 +117,7 @@ def _is_shared(value, kind):
     if kind is BuiltinFunctionType and type(value.__self__) in ATOMIC:  # a function, no method of what is copied
         return True
     if kind in (BytesIO, StringIO):  # whose finalizer closes nothing but themselves
-        return False
+        return getsizeof(value) > MAX_BYTES
     if kind is object or issubclass(kind, (type, ModuleType)) or hasattr(kind, "__del__") or _is_of(kind, SHARED):
         return True
     has_size = type(getattr(kind, "nbytes", None)) is GetSetDescriptorType  # an array, by a class written in C

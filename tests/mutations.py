@@ -263,14 +263,15 @@ RECOMPUTE = [
         "memory.normal_(mean=0.0, ",
     ),
     Mutant("running statistics that were written to", CALLS, 'norm->variable(NAME("training")).ptr() == Py_False', "false"),
-    Mutant(
-        "a weak tensor that was written to", VALUE, "if (!memory || counter_.current_version() != version_)", "if (!memory)"
-    ),
+    Mutant("a weak tensor that was written to", VALUE, " || counter_.current_version() != version_", ""),
     Mutant("what a pass was given, forgotten", COMPUTING, "if (given_)", "if (false)"),
-    Mutant("the version of a tensor computed again", COMPUTING, "in_version(compute(is_temporary))", "compute(is_temporary)"),
     Mutant(
-        "formulas of subclasses", COMPUTING, "TorchFunctionDisabledState::ALL_DISABLED", "TorchFunctionDisabledState::ENABLED"
+        "the version of a tensor computed again",
+        COMPUTING,
+        "return compute_in_version(is_temporary);",
+        "return compute(is_temporary);",
     ),
+    Mutant("formulas of subclasses", COMPUTING, "TorchFunction::State::ALL_DISABLED", "TorchFunction::State::ENABLED"),
     Mutant("other data", VALUE, "is_same_memory(held, tensor)", "tensor.sizes() == held.sizes()"),
     Mutant(
         "a configuration for each position", DERIVATION, "is_movement ? number_of_position", "is_tabulated ? number_of_position"

@@ -130,6 +130,121 @@ def test_what_a_pass_was_given_is_written_to():
     assert torch.equal(first, second) and len(held) == 2
 
 
+def test_a_clone_of_what_an_op_in_place_wrote():
+    """Its version is not the clone's."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        net = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        with scope():
+            h = torch.relu_(net[0](torch.randn(2, 8, 24, 24)))
+            loss = (net[1](h) + net[2](h.clone())).square().sum()
+        del h
+        loss.backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("around", ["nothing", "identity"])
+def test_versions_stay_as_they_are(around):
+    """Of what somebody else holds: PyTorch's own checks read them."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    weight = torch.randn(64, 128, requires_grad=True)
+    with torch.no_grad():
+        weight.mul_(2)
+    outside = weight.cos().sum()  # saves it at version 1
+    with hooks if around == "identity" else contextlib.nullcontext(), recompute():
+        loss = weight.clone().sin().sum() + weight.cos().sum()
+    loss.backward()
+    assert weight._version == 1
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outside.backward()
+
+
+def test_outer_hooks_that_give_inference_tensors():
+    def pack(tensor):
+        with torch.inference_mode():
+            return tensor.clone()
+
+    x = torch.randn(64, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recompute():
+        loss = Keep.apply(x.sigmoid()).sin().sum()
+    loss.backward()
+    assert x.grad is not None
+
+
+def test_a_mask_that_is_saved_as_numbers():
+    """By the backward of a backward: in the same memory, but of another dtype."""
+
+    class Drops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, mask):
+            ctx.save_for_backward(mask)
+            return x * mask
+
+        @staticmethod
+        def backward(ctx, grad):
+            return Scales.apply(grad, ctx.saved_tensors[0].view(torch.uint8)), None
+
+    class Scales(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, grad, numbers):
+            ctx.save_for_backward(numbers)
+            return grad * numbers
+
+        @staticmethod
+        def backward(ctx, grad):
+            (numbers,) = ctx.saved_tensors
+            return grad * (numbers + numbers), None  # of bools, true and true is 1
+
+    def run(scope):
+        torch.manual_seed(0)
+        x, mask = torch.randn(64, 512, requires_grad=True), torch.rand(64, 512) > 0.5
+        with scope():
+            y = Drops.apply(x * x, mask)
+            (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            loss = grad.square().sum()
+        loss.backward()
+        return [x.grad]
+
+    same_with_scope(run)
+
+
+def test_what_a_pass_was_given_is_freed():
+    """By whoever wrote a backward, without a new version."""
+
+    class Frees(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            held.append(ctx.saved_tensors[0])
+            gradient = grad * held[-1]
+            held[-1].untyped_storage().resize_(0)
+            return gradient
+
+    held = []
+
+    def run(scope):
+        torch.manual_seed(0)
+        x = torch.randn(64, 512, requires_grad=True)
+        with scope():
+            y = x.sigmoid()
+            z = y * y
+            freed, other = Frees.apply(z), (z - y).sin().sum()
+        del y, z
+        (first,) = torch.autograd.grad(freed, x, retain_graph=True)
+        return [first, *torch.autograd.grad(other, x)]
+
+    same_with_scope(run)
+
+
 def test_retain_graph():
     def run(scope):
         net, x = small_net()
@@ -747,6 +862,8 @@ def test_a_frozen_bias_that_is_swapped():
         norm.bias.requires_grad_(False)
         with scope():
             y = torch.relu(norm(x))
+        if scope is recompute:
+            assert y.grad_fn._raw_saved_result.data.is_recipe
         torch.utils.swap_tensors(norm.bias, nn.Parameter(torch.ones(16), requires_grad=False))
         y.sum().backward()
         return [x.grad]

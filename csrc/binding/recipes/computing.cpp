@@ -19,6 +19,7 @@
 #include <unordered_set>
 
 #include "../../torch_version.h"
+#include "../devices.h"
 #include "../dtypes.h"
 #include "formulas.h"
 #include "fusion.h"
@@ -97,6 +98,21 @@ at::ScalarType half_of(const Value& value) {
   return result;
 }
 
+// Whether classes and modes see calls, by __torch_function__.
+class TorchFunction {
+ public:
+  using State = at::impl::TorchFunctionDisabledState;
+  using Tls = at::impl::PythonTorchFunctionTLS;
+
+  explicit TorchFunction(State state) { Tls::set_disabled_state(state); }
+  TorchFunction(const TorchFunction&) = delete;
+  TorchFunction& operator=(const TorchFunction&) = delete;
+  ~TorchFunction() { Tls::set_disabled_state(before_); }
+
+ private:
+  const State before_ = Tls::get_disabled_state();
+};
+
 // Calls a formula. `is_new`: nobody else has the result.
 at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, const py::object& arguments, bool* is_new) {
   c10::SmallVector<PyObject*, 8> given;
@@ -106,11 +122,7 @@ at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, const py:
   for (const py::handle argument : py::reinterpret_borrow<py::tuple>(arguments)) {
     given.push_back(argument.ptr());
   }
-  // An op's own forward sees no __torch_function__ of its operands' classes.
-  using at::impl::PythonTorchFunctionTLS;
-  const auto reset = c10::make_scope_exit(
-      [state = PythonTorchFunctionTLS::get_disabled_state()] { PythonTorchFunctionTLS::set_disabled_state(state); });
-  PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  const TorchFunction function(TorchFunction::State::ALL_DISABLED);  // as an op's own forward runs
   const auto result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(formula, given.data(), given.size(), nullptr));
   if (!result) {
     throw py::error_already_set();
@@ -168,12 +180,12 @@ at::Tensor Value::tensor(bool* is_temporary) {
     return compute();
   }
   if (given_) {
-    if (at::Tensor again = given_->tensor(); again.defined()) {
+    if (at::Tensor again = given_->tensor(); again.defined() && !is_capturing(again.device())) {
       return again;
     }
   }
   if (readers < 2) {
-    return in_version(compute(is_temporary));
+    return compute_in_version(is_temporary);
   }
   const int task = torch::autograd::get_current_graph_task_id();
   if (task < 0) {
@@ -184,7 +196,7 @@ at::Tensor Value::tensor(bool* is_temporary) {
       remembered_version_ == version_of(remembered_)) {
     return remembered_;
   }
-  return remember(task, in_version(compute()));
+  return remember(task, compute_in_version());
 }
 
 at::Tensor Value::remember(int task, at::Tensor tensor) {
@@ -203,6 +215,18 @@ at::Tensor Value::remember(int task, at::Tensor tensor) {
   remembered_stream_ = current_stream(tensor);
   remembered_version_ = version_of(tensor);
   return tensor;
+}
+
+at::Tensor Value::compute_in_version(bool* is_temporary) {
+  bool is_new = false;
+  at::Tensor result = compute(&is_new);
+  if (is_new && version_of(result) != version) {
+    torch::autograd::impl::set_version_counter(result, c10::VariableVersion(static_cast<uint32_t>(version)));
+  }
+  if (is_temporary) {
+    *is_temporary = is_new;
+  }
+  return result;
 }
 
 at::Tensor Value::compute(bool* is_temporary) {
@@ -262,6 +286,7 @@ at::Tensor Value::compute(bool* is_temporary) {
 }
 
 py::object Value::fetch() {
+  const TorchFunction function(TorchFunction::State::ENABLED);  // as autograd calls hooks
   const auto hooks = py::reinterpret_borrow<py::tuple>(hooks_outside);
   py::object result;
   try {

@@ -85,7 +85,8 @@ int64_t number_of_object(py::handle object) {
   return number;
 }
 
-// The same for an argument of a formula that moves elements, whose positions only matter by how they align vectors.
+// The same for an argument of a formula that moves elements. Of positions only their alignment matters, since kernels read
+// vectors.
 int64_t number_of_position(py::handle object) {
   if (PyLong_CheckExact(object.ptr())) {
     return number_of_object(object.attr("__mod__")(16));

@@ -11,6 +11,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "../devices.h"
 #include "../strides.h"
 #include "python.h"
 
@@ -69,8 +70,8 @@ int64_t configuration_of(const at::Tensor& tensor) {
 
 // Whether two tensors are the same elements of the same memory.
 bool is_same_memory(const at::Tensor& tensor, const at::Tensor& other) {
-  return tensor.is_alias_of(other) && tensor.storage_offset() == other.storage_offset() && tensor.sizes() == other.sizes() &&
-         tensor.strides() == other.strides();
+  return tensor.is_alias_of(other) && tensor.dtype() == other.dtype() && tensor.storage_offset() == other.storage_offset() &&
+         tensor.sizes() == other.sizes() && tensor.strides() == other.strides();
 }
 
 PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -239,6 +240,7 @@ py::object noted(const NodePointer& node, uint32_t number) {
 
 WeakTensor::WeakTensor(const at::Tensor& tensor)
     : memory_(tensor.storage().getWeakStorageImpl()),
+      bytes_(tensor.storage().nbytes()),
       fake_(tensor.key_set().has(c10::DispatchKey::Python) ? tensor.getIntrusivePtr() : at::Tensor().getIntrusivePtr()),
       counter_(torch::autograd::impl::version_counter(tensor)),
       version_(version_of(tensor)),
@@ -251,7 +253,7 @@ WeakTensor::WeakTensor(const at::Tensor& tensor)
 
 at::Tensor WeakTensor::tensor() const {
   auto memory = memory_.lock();
-  if (!memory || counter_.current_version() != version_) {
+  if (!memory || memory->nbytes() != bytes_ || counter_.current_version() != version_) {
     return {};
   }
   if (keys_.has(c10::DispatchKey::Python)) {
@@ -268,16 +270,9 @@ bool WeakTensor::is(const at::Tensor& other) const {
   return result.defined() && is_same_memory(result, other) && version_of(other) == version_;
 }
 
-at::Tensor Value::in_version(at::Tensor tensor) const {
-  if (version_of(tensor) != version && tensor.storage().use_count() == 1) {  // else it is somebody's whose version counts
-    torch::autograd::impl::set_version_counter(tensor, c10::VariableVersion(static_cast<uint32_t>(version)));
-  }
-  return tensor;
-}
-
 at::Tensor Value::give() {
   at::Tensor result = tensor();
-  if (is_recipe()) {
+  if (is_recipe() && !is_capturing(result.device())) {  // what a graph computes is there once it is replayed
     if (given_) {
       leave(givers(), given_->memory(), this);
     }

@@ -42,12 +42,12 @@ inline int64_t version_of(const at::Tensor& tensor) {
 }
 
 // A tensor that others may or may not have any longer. It refers to the memory, since a tensor with weak references can't be
-// swapped; a fake tensor, which is a Python object, itself.
+// swapped; but to a tensor that Python implements, as fake ones, itself.
 class WeakTensor {
  public:
   explicit WeakTensor(const at::Tensor& tensor);
 
-  // Undefined if nobody has its memory, if it was written to, or on another stream.
+  // Undefined if nobody has its memory, if it was written to or resized, or on another stream.
   at::Tensor tensor() const;
   bool is(const at::Tensor& other) const;
   // A key, which no other memory has while this is alive.
@@ -55,6 +55,7 @@ class WeakTensor {
 
  private:
   c10::weak_intrusive_ptr<c10::StorageImpl> memory_;
+  size_t bytes_;
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> fake_;
   c10::VariableVersion counter_;
   int64_t version_, stream_, offset_;
@@ -144,8 +145,8 @@ struct Value {
   friend py::object noted(const NodePointer& node, uint32_t number);
 
   at::Tensor remember(int task, at::Tensor tensor);
-  // With the version of the tensor that it stands for.
-  at::Tensor in_version(at::Tensor tensor) const;
+  // What is new has the version of the tensor that it stands for.
+  at::Tensor compute_in_version(bool* is_temporary = nullptr);
   // What the hooks outside give back.
   py::object fetch();
   // The formula of the operands. `is_new`: nobody else has the result.
