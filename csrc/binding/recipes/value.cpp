@@ -272,7 +272,8 @@ bool WeakTensor::is(const at::Tensor& other) const {
 
 at::Tensor Value::give() {
   at::Tensor result = tensor();
-  if (is_recipe() && !is_capturing(result.device())) {  // what a graph computes is there once it is replayed
+  // Fake tensors have no memory, and what a captured graph computes is there once it is replayed.
+  if (is_recipe() && !result.key_set().has(c10::DispatchKey::Python) && !is_capturing(result.device())) {
     if (given_) {
       leave(givers(), given_->memory(), this);
     }
