@@ -72,6 +72,7 @@ CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
 
 VALUE = "csrc/binding/recipes/value.cpp"
+WEAK_TENSOR = "csrc/binding/recipes/weak_tensor.cpp"
 COMPUTING = "csrc/binding/recipes/computing.cpp"
 FUSION = "csrc/binding/recipes/fusion.cpp"
 INSTRUCTIONS = "csrc/recipes/instructions.h"
@@ -263,7 +264,7 @@ RECOMPUTE = [
         "memory.normal_(mean=0.0, ",
     ),
     Mutant("running statistics that were written to", CALLS, 'norm->variable(NAME("training")).ptr() == Py_False', "false"),
-    Mutant("a weak tensor that was written to", VALUE, " || counter_.current_version() != version_", ""),
+    Mutant("a weak tensor that was written to", WEAK_TENSOR, " || counter_.current_version() != version_", ""),
     Mutant("what a pass was given, forgotten", COMPUTING, "if (given_)", "if (false)"),
     Mutant(
         "the version of a tensor computed again",

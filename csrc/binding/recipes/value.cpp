@@ -1,6 +1,5 @@
 #include "value.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/hash.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -66,12 +65,6 @@ int64_t configuration_of(const at::Tensor& tensor) {
   append(numbers, tensor.sizes());
   append(numbers, tensor.strides());
   return number_of(numbers);
-}
-
-// Whether two tensors are the same elements of the same memory.
-bool is_same_memory(const at::Tensor& tensor, const at::Tensor& other) {
-  return tensor.is_alias_of(other) && tensor.dtype() == other.dtype() && tensor.storage_offset() == other.storage_offset() &&
-         tensor.sizes() == other.sizes() && tensor.strides() == other.strides();
 }
 
 PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -144,12 +137,6 @@ void Value::check_unwritten() const {
       held.defined() ? held.toString() : "a recipe of", " ", sizes_of(), "], which is ",
       source && !source.is_none() ? output() : "a leaf", ", is at version ", found, "; expected version ", version,
       " instead. (activations_cuda.recompute)");
-}
-
-int64_t current_stream(const at::Tensor& tensor) {
-  return tensor.is_cuda() && !tensor.key_set().has(c10::DispatchKey::Python)
-             ? c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).id()
-             : 0;
 }
 
 thread_local bool hooks_outside_have_raised = false;
@@ -236,38 +223,6 @@ py::object noted(const NodePointer& node, uint32_t number) {
     return {};
   }
   return object_of(*found->second);
-}
-
-WeakTensor::WeakTensor(const at::Tensor& tensor)
-    : memory_(tensor.storage().getWeakStorageImpl()),
-      bytes_(tensor.storage().nbytes()),
-      fake_(tensor.key_set().has(c10::DispatchKey::Python) ? tensor.getIntrusivePtr() : at::Tensor().getIntrusivePtr()),
-      counter_(torch::autograd::impl::version_counter(tensor)),
-      version_(version_of(tensor)),
-      stream_(current_stream(tensor)),
-      offset_(tensor.storage_offset()),
-      keys_(tensor.key_set()),
-      dtype_(tensor.dtype()),
-      sizes_(tensor.sizes()),
-      strides_(tensor.strides()) {}
-
-at::Tensor WeakTensor::tensor() const {
-  auto memory = memory_.lock();
-  if (!memory || memory->nbytes() != bytes_ || counter_.current_version() != version_) {
-    return {};
-  }
-  if (keys_.has(c10::DispatchKey::Python)) {
-    return at::Tensor(fake_.lock());
-  }
-  at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(memory)), keys_, dtype_);
-  result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_, offset_);
-  torch::autograd::impl::set_version_counter(result, counter_);
-  return current_stream(result) == stream_ ? result : at::Tensor();
-}
-
-bool WeakTensor::is(const at::Tensor& other) const {
-  const at::Tensor result = tensor();
-  return result.defined() && is_same_memory(result, other) && version_of(other) == version_;
 }
 
 at::Tensor Value::give() {

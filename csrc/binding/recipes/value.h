@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "../node.h"
+#include "weak_tensor.h"
 
 namespace fastact::recipes {
 
@@ -35,34 +36,6 @@ enum class ConfigurationOf : int64_t { kept_tensor = -7, positions, narrowed, wr
 
 struct NormCall;
 struct Pass;
-
-// Tensor::_version(), without the virtual call: each recipe asks for those of all that it follows from.
-inline int64_t version_of(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
-}
-
-// A tensor that others may or may not have any longer. It refers to the memory, since a tensor with weak references can't be
-// swapped; but to a tensor that Python implements, as fake ones, itself.
-class WeakTensor {
- public:
-  explicit WeakTensor(const at::Tensor& tensor);
-
-  // Undefined if nobody has its memory, if it was written to or resized, or on another stream.
-  at::Tensor tensor() const;
-  bool is(const at::Tensor& other) const;
-  // A key, which no other memory has while this is alive.
-  const c10::StorageImpl* memory() const { return memory_._unsafe_get_target(); }
-
- private:
-  c10::weak_intrusive_ptr<c10::StorageImpl> memory_;
-  size_t bytes_;
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> fake_;
-  c10::VariableVersion counter_;
-  int64_t version_, stream_, offset_;
-  c10::DispatchKeySet keys_;
-  caffe2::TypeMeta dtype_;
-  at::DimVector sizes_, strides_;
-};
 
 struct Value {
   Value() = default;
@@ -171,9 +144,6 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
 
 // Set where these hooks raise in it: that error is the user's, not this library's.
 extern thread_local bool hooks_outside_have_raised;
-
-// The number of the current stream on a tensor's device.
-int64_t current_stream(const at::Tensor& tensor);
 
 void append(Configuration& numbers, at::IntArrayRef others);
 void append(Configuration& numbers, at::ScalarType dtype, c10::Device device);
