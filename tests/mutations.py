@@ -273,7 +273,7 @@ RECOMPUTE = [
         "return compute(is_temporary);",
     ),
     Mutant("formulas of subclasses", COMPUTING, "TorchFunction::State::ALL_DISABLED", "TorchFunction::State::ENABLED"),
-    Mutant("other data", VALUE, "is_same_memory(held, tensor)", "tensor.sizes() == held.sizes()"),
+    Mutant("other data", VALUE, ": is_same_memory(held, tensor);", ": true;"),
     Mutant(
         "a configuration for each position", DERIVATION, "is_movement ? number_of_position", "is_tabulated ? number_of_position"
     ),

@@ -164,16 +164,60 @@ def test_versions_stay_as_they_are(around):
         outside.backward()
 
 
-def test_outer_hooks_that_give_inference_tensors():
+@pytest.mark.parametrize(
+    "function", [torch.relu, lambda x: x.sigmoid() + Keep.apply(x.sigmoid()), lambda x: Keep.apply(x.relu().view(128, 64))]
+)
+def test_outer_hooks_that_give_inference_tensors(function):
     def pack(tensor):
         with torch.inference_mode():
             return tensor.clone()
 
     x = torch.randn(64, 128, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recompute():
-        loss = Keep.apply(x.sigmoid()).sin().sum()
+        loss = function(x @ torch.eye(128)).sin().sum()
     loss.backward()
     assert x.grad is not None
+
+
+def test_outer_hooks_give_a_mask_back_once():
+    """To the pass of their scope, and not to another scope's."""
+    store = {}
+
+    def pack(tensor):
+        store[len(store) + 1000] = tensor.clone()
+        return max(store)
+
+    x, weight = (torch.randn(64, 512, requires_grad=True) for _ in range(2))
+    mask = torch.rand(64, 512) > 0.5
+    with torch.autograd.graph.saved_tensors_hooks(pack, store.pop), recompute():
+        y = torch.where(mask, x, 0.0)
+    with recompute():
+        (grad,) = torch.autograd.grad(y, x, weight, create_graph=True)
+    del y
+    (result,) = torch.autograd.grad(grad.sum(), weight)
+    assert torch.equal(result, mask.float())
+
+
+COPIES = {
+    "of half the width": (lambda h: F.layer_norm(h.float(), (128,)).sum() + Keep.apply(h).sum(), 1),
+    "of a part": (lambda h: Keep.apply(torch.cat([h, h.relu(), h.tanh()], 1)).sum() + Keep.apply(h).sum(), 2.5),
+}
+
+
+@pytest.mark.parametrize(("function", "times"), COPIES.values(), ids=COPIES)
+def test_what_is_kept_as_a_copy_is_saved_later(function, times):
+    """Once, then."""
+
+    def kept(scope):
+        linear = nn.Linear(128, 128).bfloat16()
+        with scope:
+            loss = function(linear(torch.randn(256, 128).bfloat16()))
+        result = scope.bytes()
+        loss.backward()
+        return result
+
+    h, inputs = 2 * 256 * 128, 2 * 256 * 128 + 2 * 128 * 128
+    assert kept(Scope()) < inputs + (times + 0.2) * h < kept(Plain())
 
 
 def test_a_mask_that_is_saved_as_numbers():

@@ -348,6 +348,7 @@ bool by_narrowing(Step& step, Value& recipe) {
   recipe.formula = formulas().cast;
   recipe.operands = {keep(step.tensor->to(dtype), name_of(*edge.function), attribute(step.hook, NAME("outer")))};
   recipe.arguments = py::make_tuple(dtype_object(at::kFloat));
+  value_of(recipe.operands[0]).is_copy = true;
   value_of(recipe.operands[0]).is_rearranged = true;
   if (!is_of_clone) {  // a clone's layout is its own
     note(recipe.operands[0], edge.function, edge.input_nr);

@@ -42,6 +42,7 @@ py::object keep_part(const Part& part, const Step& step, int64_t dim) {
   const bool is_alone = part.length == step.tensor->size(dim);
   const at::Tensor tensor = is_alone ? *step.tensor : step.tensor->narrow(dim, part.start, part.length).clone();
   py::object value = keep(tensor, name_of(*part.edge.function), attribute(step.hook, NAME("outer")));
+  value_of(value).is_copy = true;
   value_of(value).is_rearranged = true;
   note(value, part.edge.function, part.edge.input_nr);
   return value;

@@ -112,11 +112,15 @@ void Value::set_layout(at::ScalarType dtype, at::Device device, at::IntArrayRef 
 }
 
 bool Value::stands_for(const at::Tensor& tensor) const {
-  return version == version_of(tensor) &&
-         (held.defined() ? is_same_memory(held, tensor)
-                         : (has_strides || held_outside) && tensor.sizes() == at::IntArrayRef(sizes) &&
-                               tensor.strides() == at::IntArrayRef(strides)) &&
-         is_current();
+  if (version != version_of(tensor) || !is_current()) {
+    return false;
+  }
+  if (held.defined()) {  // the tensor may have other data by now
+    return is_copy ? held.dtype() == tensor.dtype() && held.sizes() == tensor.sizes() && held.strides() == tensor.strides()
+                   : is_same_memory(held, tensor);
+  }
+  return (has_strides || held_outside) && tensor.sizes() == at::IntArrayRef(sizes) &&
+         tensor.strides() == at::IntArrayRef(strides);
 }
 
 bool Value::is_current() const {
@@ -228,7 +232,8 @@ py::object noted(const NodePointer& node, uint32_t number) {
 at::Tensor Value::give() {
   at::Tensor result = tensor();
   // Fake tensors have no memory, and what a captured graph computes is there once it is replayed.
-  if (is_recipe() && !result.key_set().has(c10::DispatchKey::Python) && !is_capturing(result.device())) {
+  const bool has_version = !result.is_inference() && !result.key_set().has(c10::DispatchKey::Python);
+  if (is_recipe() && has_version && !is_capturing(result.device())) {
     if (given_) {
       leave(givers(), given_->memory(), this);
     }
@@ -242,7 +247,13 @@ at::Tensor Value::give() {
 
 py::object given(const at::Tensor& tensor) {
   const auto found = givers().find(tensor.storage().unsafeGetStorageImpl());
-  return found != givers().end() && found->second->has_given(tensor) ? object_of(*found->second) : py::object();
+  if (found == givers().end() || !found->second->has_given(tensor)) {
+    return {};
+  }
+  // Hooks around a scope may give back what they have in one backward pass only.
+  const auto& roots = found->second->roots;
+  const auto is_outside = [](const py::object& root) { return static_cast<bool>(value_of(root).hooks_outside); };
+  return std::any_of(roots.begin(), roots.end(), is_outside) ? py::object() : object_of(*found->second);
 }
 
 py::object equal_or_add(Value& recipe, const torch::autograd::Node& node) {

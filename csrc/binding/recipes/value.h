@@ -94,6 +94,7 @@ struct Value {
 
   // What is kept: a tensor, or what the hooks around the scope made of it.
   at::Tensor held;
+  bool is_copy = false;                    // of the output that it stands for, which somebody else may have, too
   bool is_rearranged = false;              // a copy, whose strides may not be those of the tensor that ops have read
   py::object held_outside, hooks_outside;  // the latter a pair
   c10::VariableVersion version_outside;    // of the tensor that those were given, which counts on

@@ -9,9 +9,10 @@
 
 namespace fastact::recipes {
 
-// Tensor::_version(), without the virtual call: each recipe asks for those of all that it follows from.
+// Tensor::_version(), without the virtual call: each recipe asks for those of all that it follows from. 0 of inference tensors,
+// which hooks around the scope may give back.
 inline int64_t version_of(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  return tensor.is_inference() ? 0 : tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 // The number of the current stream on a tensor's device.
