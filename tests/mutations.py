@@ -226,7 +226,7 @@ RECOMPUTE = [
     Mutant(
         "computed under autocast", COMPUTING, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"
     ),
-    Mutant("a value of another version", VALUE, "version == version_of(tensor) &&", ""),
+    Mutant("a value of another version", VALUE, "version != version_of(tensor) || ", ""),
     Mutant(
         "an operand that was written to",
         OPERANDS,
