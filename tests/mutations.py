@@ -297,7 +297,12 @@ RECOMPUTE = [
     Mutant("a leaf is held as another tensor", VALUE, "is_itself ? tensor", "false ? tensor"),
     Mutant("recipes that are given up have readers", DERIVATION, "--value_of(each).readers;", ";"),
     Mutant("a view of gaps that hooks around close", HOOK, "!outer.is_none() && !is_dense(", "false && !is_dense("),
-    Mutant("bits that hooks around give back once", PACKED_MASKS, "!outer.is_none() || !can_be_shared(value)", "false"),
+    Mutant(
+        "bits that hooks around give back once",
+        PACKED_MASKS,
+        "!outer.is_none() || value_of(value).follows_from_outside()",
+        "false",
+    ),
     Mutant("softshrink in any strides", RECIPES + "formulas.py", "F.softshrink: TABULATED_VARIES", "F.softshrink: TABULATED"),
     Mutant("equal but for an operand", VALUE, "return a.is(b);", "return true;"),
     Mutant("dimensions in any order", FUSION, "sizes[leaf.order[dim]] != from[dim]", "false"),

@@ -24,6 +24,11 @@ class Keep(torch.autograd.Function):
         return grad * x
 
 
+def bytes_of(tensors):
+    """Of their memory, which several may share."""
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
 class _Held:
     __slots__ = ("__weakref__", "tensor")
 
@@ -56,10 +61,8 @@ class Plain(contextlib.AbstractContextManager):
     def bytes(self, model=None):
         """In all tensors that are kept now, but for the model's own."""
         own = set() if model is None else {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        storages = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.tensors() if t.layout is torch.strided
-        }
-        return sum(size for storage, size in storages.items() if storage not in own)
+        kept = (tensor for tensor in self.tensors() if tensor.layout is torch.strided)
+        return bytes_of(tensor for tensor in kept if tensor.untyped_storage()._cdata not in own)
 
 
 class Scope(Plain):

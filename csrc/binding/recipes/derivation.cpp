@@ -89,7 +89,8 @@ int64_t number_of_object(py::handle object) {
 // vectors.
 int64_t number_of_position(py::handle object) {
   if (PyLong_CheckExact(object.ptr())) {
-    return number_of_object(object.attr("__mod__")(16));
+    int overflow = 0;
+    return number_of_object(py::int_(PyLong_AsLongLongAndOverflow(object.ptr(), &overflow) & 15));
   }
   if (!PyTuple_CheckExact(object.ptr())) {
     return number_of_object(object);

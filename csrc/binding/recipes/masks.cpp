@@ -49,11 +49,6 @@ auto& packed() {
   return masks;
 }
 
-// Whether another scope may read a mask's bits. Hooks around it may give them back in one backward pass only.
-bool can_be_shared(const py::object& mask) {
-  return !value_of(value_of(mask).operands[0]).hooks_outside;
-}
-
 }  // namespace
 
 at::Tensor pack_mask(const at::Tensor& mask) {
@@ -108,7 +103,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
       value = found->second.value();
     }
     // An earlier scope's user may hold the mask itself: then bits would come on top.
-    if (!found->second.hook().is(hook) && (value.is_none() || !outer.is_none() || !can_be_shared(value))) {
+    if (!found->second.hook().is(hook) && (value.is_none() || !outer.is_none() || value_of(value).follows_from_outside())) {
       return {};
     }
   }

@@ -130,6 +130,11 @@ bool Value::is_current() const {
   return std::all_of(roots.begin(), roots.end(), [](const py::object& root) { return value_of(root).is_current(); });
 }
 
+bool Value::follows_from_outside() const {
+  return std::any_of(
+      roots.begin(), roots.end(), [](const py::object& root) { return static_cast<bool>(value_of(root).hooks_outside); });
+}
+
 void Value::check_unwritten() const {
   if (!held.defined() && !replaced) {
     return;
@@ -247,13 +252,8 @@ at::Tensor Value::give() {
 
 py::object given(const at::Tensor& tensor) {
   const auto found = givers().find(tensor.storage().unsafeGetStorageImpl());
-  if (found == givers().end() || !found->second->has_given(tensor)) {
-    return {};
-  }
-  // Hooks around a scope may give back what they have in one backward pass only.
-  const auto& roots = found->second->roots;
-  const auto is_outside = [](const py::object& root) { return static_cast<bool>(value_of(root).hooks_outside); };
-  return std::any_of(roots.begin(), roots.end(), is_outside) ? py::object() : object_of(*found->second);
+  const bool is_given = found != givers().end() && found->second->has_given(tensor) && !found->second->follows_from_outside();
+  return is_given ? object_of(*found->second) : py::object();
 }
 
 py::object equal_or_add(Value& recipe, const torch::autograd::Node& node) {

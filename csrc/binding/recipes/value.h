@@ -67,6 +67,8 @@ struct Value {
   at::Tensor compute(bool* is_temporary = nullptr);
   // Raises autograd's error if what it is, or what it replaces, was written to.
   void check_unwritten() const;
+  // Whether it follows from what the hooks around a scope have, which they may give back in one backward pass only.
+  bool follows_from_outside() const;
   bool has_given(const at::Tensor& tensor) const { return given_ && given_->is(tensor); }
   void leave_registry();
   // Takes over the version, sizes and strides of the tensor that it stands for.
