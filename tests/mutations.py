@@ -39,7 +39,12 @@ TESTS = [  # the quick ones first
 ]
 
 
-RECOMPUTE_TESTS = ["test_programs.py", "test_recompute.py", "test_rules.py", "test_distributed.py"]
+RECOMPUTE_TESTS = [
+    *sorted(file.name for file in Path(__file__).parent.glob("test_recompute_*.py")),
+    "test_programs.py",
+    "test_rules.py",
+    "test_distributed.py",
+]
 
 
 @dataclass(frozen=True)

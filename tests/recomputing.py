@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import weakref
+from functools import partial
 
 import torch
 from torch import nn
@@ -155,3 +156,89 @@ def small_net():
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(True)
     return nn.Sequential(*layers, nn.Conv2d(8, 4, 1)), torch.randn(2, 3, 8, 8)
+
+
+def gradients(net, loss):
+    net.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in net.parameters()]
+
+
+def top_hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def copying_hooks(memory_format=torch.preserve_format):
+    """As those that offload."""
+    return torch.autograd.graph.saved_tensors_hooks(partial(torch.clone, memory_format=memory_format), lambda tensor: tensor)
+
+
+class Modifies(torch.autograd.Function):
+    """Its backward modifies what it alone has saved, which somebody holds from then on."""
+
+    @staticmethod
+    def forward(ctx, x, modify, held):
+        ctx.save_for_backward(x)
+        ctx.modify, ctx.held = modify, held
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        ctx.held.append(saved)
+        gradient = grad * saved
+        ctx.modify(saved)
+        return gradient, None, None
+
+
+class Scales(torch.Tensor):
+    """What is divided by it, or subtracts it, comes out a hundred times as large."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * 100 if func in (torch.div, torch.sub) else result
+
+
+def inplace(function):
+    """A net whose smooth activation, this package's, overwrites its input."""
+
+    def run(context):
+        torch.manual_seed(0)
+        conv, norm = nn.Conv2d(3, 8, 3).bfloat16(), nn.BatchNorm2d(8).bfloat16()
+        x = torch.randn(2, 3, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+        return function(context, x, conv, norm)
+
+    return run
+
+
+def nodes_of(tensor):
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [each for each, _ in node.next_functions if each is not None]
+
+
+def unpacked(node):
+    """What a batch norm has saved of its input."""
+    raw = getattr(node, "_raw_saved_input", None)
+    return None if raw is None or not hasattr(raw.data, "is_recipe") else raw.data
+
+
+class WritesToSaved(torch.autograd.Function):
+    """As a kernel that needs no other memory for its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x.numpy(force=True)[:] *= 2  # unnoticed by autograd
+        return x * grad
