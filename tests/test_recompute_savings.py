@@ -477,3 +477,18 @@ def test_what_is_the_same_far_away_is_computed_again(distance):
     outputs = [value for value in scope.values() if value.source == "SiluBackward0" and value.is_recipe]
     assert [value.formula is same for value in outputs] == [False, distance == 1]
     del loss
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_an_empty_part_widens_what_is_joined(dtype, wide):
+    """As a cache does that begins empty. The other part, which two nodes save, is narrower."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        a, b = (torch.randn(8, 16, dtype=dtype, requires_grad=True) for _ in range(2))
+        with scope():
+            part = a + b
+            loss = (torch.cat([torch.empty(0, 16, dtype=wide), part]).sin() * 3).sum() + torch.relu(part).square().sum()
+        return torch.autograd.grad(loss, (a, b))
+
+    same_with_scope(run)

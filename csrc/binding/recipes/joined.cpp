@@ -51,7 +51,8 @@ py::object keep_part(const Part& part, const Step& step, int64_t dim) {
 }  // namespace
 
 bool by_joining(Step& step, const py::object& formula, const py::object& dim, Value& recipe) {
-  const at::DimVector sizes = sizes_of(step.node->input_metadata(step.number));
+  const auto& meta = step.node->input_metadata(step.number);
+  const at::DimVector sizes = sizes_of(meta);
   const auto dims = static_cast<int64_t>(sizes.size());
   const auto wrap = [&](const py::object& dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };
   const int64_t along = wrap(dim);
@@ -95,7 +96,9 @@ bool by_joining(Step& step, const py::object& formula, const py::object& dim, Va
     const auto same = std::find_if(unknown.begin(), part, [&](const Part& other) { return other.edge == part->edge; });
     operands[part->operand] = same == part ? keep_part(*part, step, along) : operands[same->operand];
   }
-  const bool is_alone = operands.size() == 1 && value_of(operands[0]).sizes_of() == sizes;
+  // One that an empty part of a wider dtype has widened is joined, and cast.
+  const bool is_alone = operands.size() == 1 && value_of(operands[0]).sizes_of() == sizes &&
+                        value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype());
   recipe.formula = is_alone ? formulas().same : formula;
   recipe.arguments = is_alone ? py::tuple() : py::make_tuple(dim);
   return true;
