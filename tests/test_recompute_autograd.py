@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -265,5 +266,38 @@ def test_backward_in_inference_mode(is_ours, dtype, device):
             loss = net(x.to(device, dtype)).square().mean()
         with torch.inference_mode():
             return torch.autograd.grad(loss, list(net.parameters()))
+
+    same_with_scope(run)
+
+
+def test_nodes_whose_tensors_were_freed():
+    """Their outputs may be read again, as long as nobody differentiates through them."""
+
+    def run(scope, least, is_freed):
+        torch.manual_seed(0)
+        a, b, c, weight, most = (torch.randn(2, 4, 8, 8, requires_grad=True) for _ in range(5))
+        with scope():
+            x, top = a * b, most * c
+            saved = ((x + top) * c).sum()
+            y, pooled = torch.clamp(x, None if least is None else torch.full_like(x, least), top), F.max_pool2d(x, 2)
+            if is_freed:
+                torch.autograd.grad(y.sum() + pooled.sum(), (x, top))
+            loss = (y * weight).sum() + (pooled * weight[:, :, ::2, ::2]).sum()
+        return *torch.autograd.grad(loss, weight), saved.detach()
+
+    for least, is_freed in [(None, False), (0.25, False), (0.25, True)]:
+        same_with_scope(partial(run, least=least, is_freed=is_freed))
+
+
+def test_an_operand_that_is_read_before_a_pass_that_makes_a_graph():
+    """The node has not saved the one that its gradient doesn't need."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        parameter, x, weight = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(4, 8)), torch.randn(4, 8)
+        with scope():
+            (grad,) = torch.autograd.grad((x.tanh() * parameter * weight).sum(), x, create_graph=True)
+            grad.square().sum().backward()
+        return x.grad, parameter.grad
 
     same_with_scope(run)

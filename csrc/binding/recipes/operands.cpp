@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "../../torch_version.h"
@@ -120,6 +121,16 @@ uint32_t number_of_output(PyObject* name) {
   return text.size() == prefix.size() + 1 && text.substr(0, prefix.size()) == prefix ? text.back() - '0' : 0;
 }
 
+// Whether a backward pass has freed what the node saved: that is None as well, but PyTorch raises an error for it.
+bool was_freed(Step& step, PyObject* raw_name) {
+  const std::string name = "_saved" + std::string(PyUnicode_AsUTF8(raw_name)).substr(std::string_view("_raw_saved").size());
+  const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttrString(step.python().ptr(), name.c_str()));
+  if (!found) {
+    PyErr_Clear();
+  }
+  return !found;
+}
+
 }  // namespace
 
 py::object saved(Step& step, PyObject* name) {
@@ -137,7 +148,7 @@ py::object saved(Step& step, PyObject* name) {
     }
     return value.is_current() && !follows_from_private(value) ? data : py::object();
   }
-  if (!attribute(raw, NAME("unpack_hook")).is_none()) {
+  if (!attribute(raw, NAME("unpack_hook")).is_none() || (data.is_none() && was_freed(step, name))) {
     return {};
   }
   if (THPVariable_Check(data.ptr())) {
@@ -153,7 +164,8 @@ py::object operand(Step& step, size_t i, PyObject* name) {
   // A sharded parameter may be freed by now, but what was saved of it has a copy.
   const bool is_saved = is_leaf(edge) && ((name && sharding().is_there) || is_outdated(step));
   if (!edge.function || is_saved) {
-    return name && PyObject_HasAttr(step.python().ptr(), name) ? saved(step, name) : py::object();
+    py::object value = name && PyObject_HasAttr(step.python().ptr(), name) ? saved(step, name) : py::object();
+    return edge.function && value && value.is_none() ? py::object() : value;  // there is one, which backward doesn't need
   }
   py::object value = find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
   if (value && name && is_on_cpu(value_of(value)) && !value_of(value).strides_of() && value_of(value).is_recipe()) {
