@@ -195,3 +195,13 @@ def test_a_view_of_other_data():
         return (y.grad,)
 
     same_with_scope(run)
+
+
+def test_a_mask_that_is_swapped():
+    """As load_state_dict does on request: not where a tensor has weak references."""
+    mask, x = torch.rand(16, 16) > 0.5, torch.randn(16, 16, requires_grad=True)
+    with Scope() as scope:
+        loss = (x * 2).masked_fill(mask, 0.0).sum()
+    assert any(value.source == "bits" for value in scope.values())
+    loss.backward()
+    torch.utils.swap_tensors(mask, torch.rand(16, 16) > 0.5)

@@ -24,21 +24,21 @@ void parallel(int64_t n, const Kernel& kernel) {
   at::parallel_for(0, (n + 7) / 8, at::internal::GRAIN_SIZE / 8, kernel);
 }
 
-// A mask that was packed: a weak reference to it, its version then, and weak references to its value and to the hook.
+// A mask that was packed: weak references to its memory, since a tensor with weak references can't be swapped, to its value and
+// to the hook.
 struct PackedMask {
-  c10::weak_intrusive_ptr<c10::TensorImpl> mask;
-  int64_t version;
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;
   py::weakref value, hook;
 };
 
-// By their addresses. Those of masks that are gone are erased whenever there are twice as many.
+// By the addresses of their memory. Those of masks that are gone are erased whenever there are twice as many.
 struct PackedMasks {
-  std::unordered_map<const c10::TensorImpl*, PackedMask> masks;
+  std::unordered_map<const c10::StorageImpl*, PackedMask> masks;
   size_t many = 64;
 
   void forget_dead() {
     for (auto each = masks.begin(); each != masks.end();) {
-      each = each->second.mask.expired() ? masks.erase(each) : std::next(each);
+      each = each->second.memory.expired() ? masks.erase(each) : std::next(each);
     }
     many = std::max<size_t>(64, 2 * masks.size());
   }
@@ -94,13 +94,13 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   if (!assumes(hook) && reinterpret_cast<uintptr_t>(const_data(owner)) % sizeof(uint64_t) != 0) {
     return {};  // somebody else's memory
   }
-  const auto version = version_of(owner);
   auto& [masks, many] = packed();
-  const auto found = masks.find(owner.unsafeGetTensorImpl());
+  const auto found = masks.find(owner.storage().unsafeGetStorageImpl());
   py::object value = py::none();
-  if (found != masks.end() && !found->second.mask.expired()) {
-    if (found->second.version == version) {
-      value = found->second.value();
+  if (found != masks.end() && !found->second.memory.expired()) {
+    value = found->second.value();
+    if (!value.is_none() && !value_of(value).stands_for(owner)) {
+      value = py::none();
     }
     // An earlier scope's user may hold the mask itself: then bits would come on top.
     if (!found->second.hook().is(hook) && (value.is_none() || !outer.is_none() || value_of(value).follows_from_outside())) {
@@ -116,9 +116,8 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
       packed().forget_dead();
     }
     masks.insert_or_assign(
-        owner.unsafeGetTensorImpl(),
-        PackedMask{
-            c10::weak_intrusive_ptr<c10::TensorImpl>(owner.getIntrusivePtr()), version, py::weakref(value), py::weakref(hook)});
+        owner.storage().unsafeGetStorageImpl(),
+        PackedMask{owner.storage().getWeakStorageImpl(), py::weakref(value), py::weakref(hook)});
   }
   return owner.is_same(tensor) ? value : view_of(value, tensor, owner);
 }
