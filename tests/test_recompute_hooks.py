@@ -559,3 +559,23 @@ def test_a_scope_that_fails_to_begin_leaves_no_hook(monkeypatch):
     with recompute():
         assert top_hooks() is not None
     assert top_hooks() is None
+
+
+@pytest.mark.parametrize("pack", [lambda tensor: tensor, torch.Tensor.detach, torch.clone])
+def test_hooks_that_give_back_what_was_written_to(pack):
+    """The tensor itself: autograd's error, as without them. A copy is as it was."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        x = torch.randn(64, 2, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), scope():
+            y = torch.relu(x + 1)
+            loss = F.silu(y, inplace=True).sin().sum()
+        loss.backward()
+        return [x.grad]
+
+    if pack is torch.clone:
+        same_with_scope(run)
+    else:
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* is output 0 of ReluBackward0"):
+            run(recompute)

@@ -240,6 +240,7 @@ at::Tensor Value::compute(bool* is_temporary) {
   if (held_outside) {
     const py::object result = fetch();
     const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
+    check_unwritten(tensor);
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
   const auto wanted = strides_of();

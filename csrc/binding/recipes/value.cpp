@@ -136,16 +136,26 @@ bool Value::follows_from_outside() const {
 }
 
 void Value::check_unwritten() const {
-  if (!held.defined() && !replaced) {
-    return;
+  if (held.defined()) {
+    check_version(version_of(held), held.toString());
+  } else if (replaced) {
+    check_version(replaced->current_version(), "a recipe of");
   }
-  const int64_t found = held.defined() ? version_of(held) : int64_t{replaced->current_version()};
+}
+
+void Value::check_unwritten(const at::Tensor& given_back) const {
+  if (memory_outside && given_back.has_storage() &&
+      memory_outside->_unsafe_get_target() == given_back.storage().unsafeGetStorageImpl()) {
+    check_version(version_outside.current_version(), given_back.toString());
+  }
+}
+
+void Value::check_version(int64_t found, const std::string& what) const {
   const auto output = [&] { return "output " + std::to_string(output_.second) + " of " + py::cast<std::string>(source); };
   TORCH_CHECK(
       found == version, "one of the variables needed for gradient computation has been modified by an inplace operation: [",
-      held.defined() ? held.toString() : "a recipe of", " ", sizes_of(), "], which is ",
-      source && !source.is_none() ? output() : "a leaf", ", is at version ", found, "; expected version ", version,
-      " instead. (activations_cuda.recompute)");
+      what, " ", sizes_of(), "], which is ", source && !source.is_none() ? output() : "a leaf", ", is at version ", found,
+      "; expected version ", version, " instead. (activations_cuda.recompute)");
 }
 
 thread_local bool hooks_outside_have_raised = false;
@@ -186,6 +196,7 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
     value.take_layout_of(tensor);
     value.has_strides = is_dense(value.sizes, value.strides);  // others, as of what is expanded, the hooks needn't restore
     value.configuration = configuration_of(tensor);
+    value.memory_outside = tensor.storage().getWeakStorageImpl();
   }
   value.hooks_outside = hooks;
   value.version_outside = torch::autograd::impl::version_counter(tensor);

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -67,6 +68,8 @@ struct Value {
   at::Tensor compute(bool* is_temporary = nullptr);
   // Raises autograd's error if what it is, or what it replaces, was written to.
   void check_unwritten() const;
+  // The same of what hooks give back: they may have no copy, but the tensor itself.
+  void check_unwritten(const at::Tensor& given_back) const;
   // Whether it follows from what the hooks around a scope have, which they may give back in one backward pass only.
   bool follows_from_outside() const;
   bool has_given(const at::Tensor& tensor) const { return given_ && given_->is(tensor); }
@@ -100,6 +103,7 @@ struct Value {
   bool is_rearranged = false;              // a copy, whose strides may not be those of the tensor that ops have read
   py::object held_outside, hooks_outside;  // the latter a pair
   c10::VariableVersion version_outside;    // of the tensor that those were given, which counts on
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> memory_outside;  // its memory
   int64_t stream = 0;
   bool is_private = false;                    // a parameter that only what saved it may read
   py::object copy;                            // what recipes read in its place (leaves.h, calls.h), or null
@@ -120,6 +124,7 @@ struct Value {
   friend void note(const py::object& value, const NodePointer& node, uint32_t number);
   friend py::object noted(const NodePointer& node, uint32_t number);
 
+  void check_version(int64_t found, const std::string& what) const;
   at::Tensor remember(int task, at::Tensor tensor);
   // What is new has the version of the tensor that it stands for.
   at::Tensor compute_in_version(bool* is_temporary = nullptr);
