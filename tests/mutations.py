@@ -247,7 +247,7 @@ RECOMPUTE = [
     Mutant("what is overwritten is kept", HOOK, "keep(clone, value_of(value).source, outer);", "value;"),
     Mutant("a part says how it was laid out", JOINED, "value_of(value).is_rearranged = true;", ""),
     Mutant("a half says how it was laid out", DERIVATION, "value_of(recipe.operands[0]).is_rearranged = true;", ""),
-    Mutant("what hooks around have is current", VALUE, "version_outside.current_version()", "version"),
+    Mutant("what hooks around have is current", VALUE, "int64_t{version_outside.current_version()}", "version"),
     Mutant(
         "a recipe of what is overwritten", HOOK, "value_of(value).is_recipe() && !is_written", "value_of(value).is_recipe()"
     ),
@@ -345,7 +345,20 @@ RECOMPUTE = [
         "std::min<int64_t>(8, n - byte * 8); ++i) {\n      packed",
         "8; ++i) {\n      packed",
     ),
-    Mutant("a mask that was written to", PACKED_MASKS, "if (found->second.version == version) {", "if (true) {"),
+    Mutant("a mask that was written to", PACKED_MASKS, "!value_of(value).stands_for(owner)", "false"),
+    Mutant("hooks give back what was written to", COMPUTING, "check_unwritten(tensor);", ""),
+    Mutant("what was freed is none", OPERANDS, "data.is_none() && was_freed(step, name)", "false"),
+    Mutant("what isn't saved is none", OPERANDS, "edge.function && value && value.is_none()", "false"),
+    Mutant(
+        "a part that is widened", JOINED, "value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype())", "true"
+    ),
+    Mutant("an int by way of a double", FUSION, "static_cast<float>(PyLong_AsLongLong(given))", "PyFloat_AsDouble(given)"),
+    Mutant(
+        "a wider result in place",
+        COMPUTING,
+        "(is_first || may_write) && operand.scalar_type() == dtype",
+        "is_first || may_write",
+    ),
     Mutant("indices that somebody has", DERIVATION, "value.held.storage().use_count() > 1", "false"),
     Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(input.sizes[-dims:]) <= 2**16", "if True"),
     Mutant("a result in a wider dtype", COMPUTING, "if (tensor.scalar_type() != dtype)", "if (false)"),

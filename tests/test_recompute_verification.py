@@ -497,3 +497,33 @@ def test_an_op_in_place_with_a_wider_operand(name, dtypes, device):
         return result
 
     same_with_scope(run)
+
+
+def test_numbers_are_rounded_once():
+    """An int that a double can't hold."""
+    for factor in 3, 2**60 + 2**36 + 1:
+
+        def run(scope, factor=factor):
+            torch.manual_seed(0)
+            a, b, weight = (torch.randn(8, 8, requires_grad=True) for _ in range(3))
+            with scope():
+                loss = (torch.relu((a + b) * factor) @ weight).sum()
+            return torch.autograd.grad(loss, weight)
+
+        same_with_scope(run)
+
+
+def test_no_formula_writes_a_wider_result_into_its_operand(device):
+    for has_two_readers in True, False:
+
+        def run(scope, has_two_readers=has_two_readers):
+            torch.manual_seed(0)
+            a, b, weight = (torch.randn(64, 64, device=device, requires_grad=True) for _ in range(3))
+            with scope():
+                x = a + b
+                loss = (x * 1j * weight).abs().sum()
+                if has_two_readers:
+                    loss = loss + torch.relu(x).square().sum()
+            return torch.autograd.grad(loss, (a, b, weight))
+
+        same_with_scope(run)

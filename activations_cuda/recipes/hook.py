@@ -126,7 +126,7 @@ _C.recipes.set_up(
         name: getattr(unwrap(getattr(F, name)), "__code__", None)
         for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm")
     },
-    plain_types=(Tensor, nn.Parameter, getattr(nn, "Buffer", nn.Parameter)),
+    plain_types=(Tensor, nn.Parameter),
     step=_step,
     is_right=_is_right,
     functions=_C,

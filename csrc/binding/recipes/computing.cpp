@@ -319,8 +319,8 @@ at::Tensor Value::apply(bool* is_new) {
     }
     bool is_its_own = false;
     at::Tensor operand = value_of(operands[i]).tensor(&is_its_own);
-    may_write = i == 0 ? is_its_own && operand.sizes() == at::IntArrayRef(sizes)
-                       : may_write && operand.scalar_type() == THPVariable_Unpack(given[0].ptr()).scalar_type();
+    const bool is_first = i == 0 && is_its_own && operand.sizes() == at::IntArrayRef(sizes);
+    may_write = (is_first || may_write) && operand.scalar_type() == dtype;
     given.push_back(wrapped(operand));
   }
   const py::object& in_place = facts_of(formula).in_place;

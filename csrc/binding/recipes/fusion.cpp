@@ -312,10 +312,13 @@ class Builder {
     if (given == Py_None) {
       return reference.argument < 0;
     }
-    if (!PyFloat_Check(given) && !PyLong_Check(given)) {
+    if (PyFloat_Check(given)) {
+      to->number = static_cast<float>(PyFloat_AsDouble(given));
+    } else if (PyLong_Check(given)) {
+      to->number = static_cast<float>(PyLong_AsLongLong(given));  // by way of a double it would be rounded twice
+    } else {
       return false;
     }
-    to->number = static_cast<float>(PyFloat_AsDouble(given));
     return true;
   }
 
