@@ -35,7 +35,7 @@ import activations_cuda
 from activations_cuda import dry_run
 from activations_cuda.copies import Copier
 from activations_cuda.memory import saved_bytes
-from test_conversion import assert_same_step
+from calls import assert_same_step
 
 
 def net(*layers):
