@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -390,3 +392,31 @@ def test_batch_norm_of_columns_of_a_table(strided, dtype, device):
         return results
 
     same_with_scope(run)
+
+
+def test_a_function_that_was_replaced_before_the_import():
+    """Its variables are its own, whatever their names."""
+    program = """if True:
+        import contextlib, torch, torch.nn.functional as F
+        F.group_norm = lambda input, num_groups, weight=None, bias=None, eps=1e-5: torch.group_norm(
+            input, num_groups, weight, bias * 0.5, eps
+        )
+        import activations_cuda
+
+        activations_cuda._C.recipes.set_smallest(0, 0)
+
+        def run(scope):
+            norm = torch.nn.GroupNorm(2, 8)
+            norm.bias.requires_grad_(False)
+            for step in range(3):
+                torch.manual_seed(step)
+                x, weight = (torch.randn(8, 8, 4, 4, requires_grad=True) for _ in range(2))
+                norm.bias.fill_(step // 2)  # a zero is the same as its half
+                with scope():
+                    loss = (norm(x.exp()) * weight).sum()
+                yield from torch.autograd.grad(loss, (x, weight))
+
+        for one, other in zip(run(contextlib.nullcontext), run(activations_cuda.recompute)):
+            assert torch.equal(one, other)
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -105,6 +105,12 @@ def _failed(tensor, error):
     log.debug("recompute: kept a tensor of shape %s: %r", list(tensor.shape), error)
 
 
+def _code_of(name):
+    """Of PyTorch's own function. In one that somebody has put in its place, variables of the same names may be others."""
+    function = unwrap(getattr(F, name))
+    return function.__code__ if getattr(function, "__globals__", None) is vars(F) else None
+
+
 # In bytes: computing less again takes time for next to no memory. The second is for a parameter's copy in another dtype, of
 # which a forward pass makes only one.
 SMALLEST = 2**14
@@ -122,10 +128,7 @@ _C.recipes.set_up(
     op_type=Op,
     underivable=Underivable,
     nothing_yet=NothingYet,
-    norm_functions={
-        name: getattr(unwrap(getattr(F, name)), "__code__", None)
-        for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm")
-    },
+    norm_functions={name: _code_of(name) for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm")},
     plain_types=(Tensor, nn.Parameter),
     step=_step,
     is_right=_is_right,

@@ -23,7 +23,8 @@ IS_AVAILABLE = _C.recipes.IS_AVAILABLE and hasattr(_autograd, "_top_saved_tensor
 
 def is_suspended(function: Callable[..., Any]) -> bool:
     """Whether a call of it returns before its code has run."""
-    return any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction))
+    kinds = isgeneratorfunction, iscoroutinefunction, isasyncgenfunction
+    return any(is_kind(each) for is_kind in kinds for each in (function, type(function).__call__))
 
 
 class _Entered(threading.local):
