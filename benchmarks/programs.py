@@ -79,7 +79,7 @@ def swiglu(x):
 def dropout(x):
     bits = torch.randint(256, ((x.numel() + 7) // 8,), dtype=torch.uint8, device="cuda")
     mask = recipe(torch.empty(x.shape, device="cuda", dtype=torch.bool), _C.recipes.unpack_mask, bits)
-    return recipe(x, formulas.scaled, x, mask, arguments=(1.1,))
+    return recipe(x, formulas.dropout, x, mask, arguments=(1.1, True))
 
 
 # What each makes of a tensor, and the bytes of an element that it reads and writes.

@@ -1,5 +1,6 @@
 """The kernel that computes a chain of recipes: the same bits as the formulas of which the chain consists."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,6 +12,7 @@ import activations_cuda
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, norms, programs, verification
 from activations_cuda.recipes.formulas import FORMULAS, Facts
+from activations_cuda.recipes.rules import RULES
 from activations_cuda.recipes.verification import Candidates, is_identical
 from recomputing import Keep, Scope, compare
 
@@ -57,7 +59,7 @@ def operands_of(formula, x):
         torch.mul: ((numbers(x.shape, device, dtype),), ()),
         F.hardtanh: ((), (-0.3, 0.7)),
         _C.hardtanh: ((), (-0.3, 0.7)),
-        formulas.scaled: ((torch.rand(x.shape, device=device) > 0.3,), (1.25,)),
+        formulas.dropout: ((torch.rand(x.shape, device=device) > 0.3,), (1.25, True)),
         torch.Tensor.to: ((), (dtype,)),
         torch.pow: ((), (3,)),
     }
@@ -78,7 +80,7 @@ def case(formula, dtype, shape, layout, device):
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("formula", [f for f in PROGRAMS if f is not formulas.scaled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("formula", [f for f in PROGRAMS if f is not formulas.dropout], ids=lambda f: f.__name__)
 def test_program(formula, dtype, shape, layout, device):
     x, operands, arguments, expected = case(formula, dtype, shape, layout, device)
     found = fused(formula, (x, *operands), arguments, expected)
@@ -377,8 +379,8 @@ def test_formulas_that_differ_beside_the_mean_alone():
     steps = torch.randint(1, 30, (2, 8, 4, 4))
     x = (25 + torch.cat([steps, -steps, torch.zeros_like(steps)])).div(64).bfloat16()  # the mean is one of the elements
     weight, bias = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
-    _, *statistics = norms.native_batch_norm(x, weight, bias, 1e-5)
-    candidates = Candidates(norms.NATIVE, norms.native_batch_norm, norms._closest_of_channels)
+    candidates = RULES["NativeBatchNormBackward0"].formula
+    _, *statistics = candidates.op(x, weight, bias, 1e-5)
     formula, _ = candidates.choose(x, weight, bias, *statistics, 1e-5)
     assert formula is not norms.batch_norm_elementwise  # CUDA's
 
@@ -458,14 +460,8 @@ def test_every_instruction_is_reached():
     assert opcodes | {"load", "stash", "look_up", "gradient", "silu_gradient"} == set(_C.recipes.opcodes)
 
 
-def test_formulas_without_a_program():
-    """They are PyTorch's own ops."""
-    named = {*norms.NATIVE, *norms.CUDNN, *norms.MIOPEN}
-    assert {f.__name__ for f in named - set(PROGRAMS)} == {
-        "batch_norm_whole",
-        "batch_norm_cudnn",
-        "batch_norm_miopen",
-    }
+def test_formulas_of_batch_norm_have_programs():
+    assert {*norms.NATIVE, *norms.CUDNN} <= set(PROGRAMS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -504,17 +500,15 @@ def test_tables_of_zeros_of_either_sign(device):
 
 def test_trials_have_the_strides_of_what_they_stand_for():
     """By which PyTorch's ops on the CPU may read in vectors or not."""
-    strides = set()
+    candidates, strides = RULES["NativeBatchNormBackward0"].formula, set()
 
     def op(x, w, b, eps):
         strides.update((each.stride(), each.storage_offset()) for each in (w, b))
-        return norms.native_batch_norm(x, w, b, eps)
+        return candidates.op(x, w, b, eps)
 
     w, b = torch.randn(64, 2).unbind(1)
     x = torch.randn(128, 64)
-    _, *statistics = norms.native_batch_norm(x, w, b, 1e-5)
-    formula, _ = Candidates(norms.NATIVE, op, norms._closest_of_channels, norms.NATIVE_ON_CPU).choose(
-        x, w, b, *statistics, 1e-5
-    )
+    _, *statistics = candidates.op(x, w, b, 1e-5)
+    formula, _ = dataclasses.replace(candidates, op=op).choose(x, w, b, *statistics, 1e-5)
     assert formula is not None
     assert strides == {((2,), 0), ((2,), 1)}

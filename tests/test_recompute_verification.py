@@ -527,3 +527,32 @@ def test_no_formula_writes_a_wider_result_into_its_operand(device):
             return torch.autograd.grad(loss, (a, b, weight))
 
         same_with_scope(run)
+
+
+def test_dropout_with_other_probabilities(device):
+    """Whose scales GPUs round twice: to float32, and its reciprocal. native_dropout is what F.dropout calls there."""
+
+    def run(scope, dtype):
+        torch.manual_seed(0)
+        x, weight = (torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+        with scope():
+            loss = sum((torch.native_dropout(x.exp(), p, True)[0] * weight).sum() for p in (0.1, 0.15, 0.45))
+        return torch.autograd.grad(loss, (x, weight))
+
+    for dtype in torch.float32, torch.bfloat16, torch.float64:
+        same_with_scope(partial(run, dtype=dtype))
+
+
+def test_padding_is_the_ops_own(monkeypatch):
+    """Whatever somebody puts in place of torch.nn.functional's later."""
+    pad = F.pad
+
+    def run(scope):
+        torch.manual_seed(0)
+        x, weight = torch.randn(2, 3, 4, 4, requires_grad=True), torch.randn(2, 3, 7, 6, requires_grad=True)
+        with scope():
+            loss = (pad(x.exp(), (2, 0, 1, 2), value=0.5) * weight).sum()
+        monkeypatch.setattr(F, "pad", None)
+        return torch.autograd.grad(loss, (x, weight))
+
+    same_with_scope(run)

@@ -31,8 +31,29 @@ def same(input: Tensor) -> Tensor:
     return input
 
 
-def scaled(input, mask, scale):
+def dropout(input, mask, scale, is_of_cpu):
     return input.mul(mask).mul_(scale)
+
+
+def scale_of_dropout(p, dtype):
+    """As GPUs compute it, and whether the CPU comes to the same: each kind of p is verified by itself."""
+    if p == 1:
+        return None  # gives zeros, which need no recipe
+    exact = 1 / (1 - p)
+    scale = exact if dtype == torch.float64 else _float32(1 / _float32(1 - p))
+    return scale, scale == (exact if dtype == torch.float64 else _float32(exact))
+
+
+def where(input, other, condition):
+    return torch.where(condition, input, other)
+
+
+def index_select(input, index, dim):
+    return torch.index_select(input, dim, index)
+
+
+def gather(input, index, dim):
+    return torch.gather(input, dim, index)
 
 
 def threshold(input, value, bound):
@@ -45,8 +66,11 @@ def is_beyond(input, bound):
 
 
 def padded(input, border, pad):
-    inside = F.pad(torch.ones((1,) * input.dim(), dtype=torch.bool, device=input.device).expand(input.shape), pad)
-    return torch.where(inside, F.pad(input, pad), border)
+    output = torch.constant_pad_nd(input, pad)
+    for side, width in enumerate(pad):  # from the last dimension on
+        dim = output.dim() - 1 - side // 2
+        output.narrow(dim, (output.size(dim) - width) * (side % 2), width).fill_(border)
+    return output
 
 
 def add(self, other, alpha):
@@ -210,7 +234,7 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     torch.expm1: VARIES,
     torch.neg: Facts(in_place=torch.neg_, is_tabulated=True),
     torch.lerp: VARIES,
-    scaled: Facts(program=(instruction("multiply", operand(1), rounded=True), instruction("multiply", argument(0)))),
+    dropout: Facts(program=(instruction("multiply", operand(1), rounded=True), instruction("multiply", argument(0)))),
     # casts and copies
     torch.Tensor.to: Facts(program=()),
     same: Facts(program=(), is_movement=True),

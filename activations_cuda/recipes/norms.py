@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from activations_cuda.recipes.step import Op, Result, Step
 from activations_cuda.recipes.verification import Candidates, Formula
@@ -116,9 +115,16 @@ STATISTICS = "result1", "result2"
 RUNNING = "running_mean", "running_var"
 
 
-def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str, on_cpu: tuple[Formula, ...] | None = None) -> Op:
-    """The rule of a batch norm whose node saves eps by this name."""
-    candidates = Candidates(formulas, op, _closest_of_channels, on_cpu)
+def batch_norm(op: Any, eps: str, formulas: tuple[Formula, ...], on_cpu: tuple[Formula, ...] | None = None) -> Op:
+    """The rule of a batch norm whose node saves eps by this name. If no other formula fits, it is the op itself."""
+
+    def in_training(x, w, b, eps):
+        return op(x, w, b, None, None, True, 0.0, eps)
+
+    def whole(x, w, b, mean, invstd, eps):
+        return in_training(x, w, b, eps)[0]
+
+    candidates = Candidates((*formulas, whole), in_training, _closest_of_channels, on_cpu and (*on_cpu, whole))
 
     def otherwise(step: Step) -> Result:
         x, w, b = step.operand(0, "input"), step.operand(1, "weight"), step.bias(2)
@@ -139,18 +145,6 @@ def batch_norm(formulas: tuple[Formula, ...], op: Any, eps: str, on_cpu: tuple[F
     )
 
 
-def native_batch_norm(x, w, b, eps):
-    return torch.native_batch_norm(x, w, b, None, None, True, 0.0, eps)
-
-
-def cudnn_batch_norm(x, w, b, eps):
-    return torch.cudnn_batch_norm(x, w, b, None, None, True, 0.0, eps)
-
-
-def miopen_batch_norm(x, w, b, eps):
-    return torch.miopen_batch_norm(x, w, b, None, None, True, 0.0, eps)
-
-
 batch_norm_affine = _formula("batch_norm_affine", _of_channels, _affine)  # the CPU's
 batch_norm_scaled = _formula("batch_norm_scaled", _of_channels, _scaled)  # cuDNN's, channels-last and for many shapes
 
@@ -160,22 +154,9 @@ def batch_norm_elementwise(x, w, b, mean, invstd, *var_and_eps):
     return torch.batch_norm_elemt(x, w, b, mean, invstd, var_and_eps[-1])
 
 
-def batch_norm_whole(x, w, b, mean, invstd, eps):
-    return native_batch_norm(x, w, b, eps)[0]
-
-
-def batch_norm_cudnn(x, w, b, mean, invstd, eps):
-    return cudnn_batch_norm(x, w, b, eps)[0]
-
-
-def batch_norm_miopen(x, w, b, mean, invstd, eps):
-    return miopen_batch_norm(x, w, b, eps)[0]
-
-
-NATIVE = batch_norm_elementwise, batch_norm_affine, batch_norm_whole
-NATIVE_ON_CPU = batch_norm_affine, batch_norm_whole
-CUDNN = batch_norm_elementwise, batch_norm_scaled, batch_norm_cudnn
-MIOPEN = batch_norm_elementwise, batch_norm_scaled, batch_norm_miopen
+NATIVE = batch_norm_elementwise, batch_norm_affine
+NATIVE_ON_CPU = (batch_norm_affine,)
+CUDNN = batch_norm_elementwise, batch_norm_scaled
 
 
 def _invstd(var, eps):
@@ -185,7 +166,7 @@ def _invstd(var, eps):
 
 
 def batch_norm_evaluated(x, w, b, mean, invstd, var, eps):
-    return F.batch_norm(x, mean, var, w, b, False, 0.0, eps)
+    return torch.batch_norm(x, w, b, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
 def _batch_norm_with_some_statistics(x, w, b, eps):

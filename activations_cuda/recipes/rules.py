@@ -46,10 +46,6 @@ def one_of(formula: Callable[..., Any], *arguments: str) -> Op:
     return unsaved(output, NUMBER, *arguments)
 
 
-def indexed(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
-    return lambda step: (formula, (step.operand(0, "self"), *step.arguments("dim"), step.saved("index")), ())
-
-
 def _at_first(mask, tensor):
     """The element where the mask is first true, without waiting for the device."""
     index = mask.reshape(-1).to(torch.uint8).argmax()
@@ -97,18 +93,6 @@ def rrelu(step: Step) -> Result:
     return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
 
 
-def scale_of_dropout(p: float) -> tuple[float] | None:
-    return None if p == 1 else (1 / (1 - p),)  # p=1 gives zeros, which need no recipe
-
-
-def where(step: Step) -> Result:
-    return torch.where, (step.saved("condition"), step.operand(0), step.operand(1)), ()
-
-
-def embedding(step: Step) -> Result:
-    return F.embedding, (step.saved("indices"), step.operand(0)), ()
-
-
 def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result]:
     """The rule of a maximum in planes of so many dimensions."""
 
@@ -146,9 +130,9 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "RreluWithNoiseBackward0": rrelu,
     "GluBackward0": op(F.glu, "dim"),
     # normalizations
-    "NativeBatchNormBackward0": norms.batch_norm(norms.NATIVE, norms.native_batch_norm, "eps", norms.NATIVE_ON_CPU),
-    "CudnnBatchNormBackward0": norms.batch_norm(norms.CUDNN, norms.cudnn_batch_norm, "epsilon"),
-    "MiopenBatchNormBackward0": norms.batch_norm(norms.MIOPEN, norms.miopen_batch_norm, "epsilon"),
+    "NativeBatchNormBackward0": norms.batch_norm(torch.native_batch_norm, "eps", norms.NATIVE, norms.NATIVE_ON_CPU),
+    "CudnnBatchNormBackward0": norms.batch_norm(torch.cudnn_batch_norm, "epsilon", norms.CUDNN),
+    "MiopenBatchNormBackward0": norms.batch_norm(torch.miopen_batch_norm, "epsilon", norms.CUDNN),
     "NativeLayerNormBackward0": norms.LAYER_NORM,
     "NativeGroupNormBackward0": norms.GROUP_NORM,
     "FusedRmsNormBackward0": norms.rms_norm,
@@ -181,9 +165,11 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "LerpBackward1": op(torch.lerp, operands=("self", "end", "weight")),
     "AddcmulBackward0": op(formulas.addcmul, "value", operands=TENSORS),
     "AddcdivBackward0": op(formulas.addcdiv, "value", operands=TENSORS),
-    "WhereBackward0": where,
+    "WhereBackward0": Op(formulas.where, (None, None), saved=("condition",)),
     "MaskedFillBackward0": masked_fill,
-    "NativeDropoutBackward0": Op(formulas.scaled, (None,), ("p",), saved=("result1",), convert=scale_of_dropout),
+    "NativeDropoutBackward0": Op(
+        formulas.dropout, (None,), ("p", DTYPE), saved=("result1",), convert=formulas.scale_of_dropout
+    ),
     # casts and copies
     "ToCopyBackward0": unsaved(torch.Tensor.to, DTYPE),
     "CloneBackward0": unsaved(formulas.same),
@@ -204,9 +190,9 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "TriuBackward0": unsaved(torch.triu, "diagonal"),
     "PixelShuffleBackward0": unsaved(F.pixel_shuffle, "upscale_factor"),
     "PixelUnshuffleBackward0": unsaved(F.pixel_unshuffle, "downscale_factor"),
-    "IndexSelectBackward0": indexed(torch.index_select),
-    "GatherBackward0": indexed(torch.gather),
-    "EmbeddingBackward0": embedding,
+    "IndexSelectBackward0": Op(formulas.index_select, (None,), ("dim",), saved=("index",)),
+    "GatherBackward0": Op(formulas.gather, ("self",), ("dim",), saved=("index",)),
+    "EmbeddingBackward0": Op(torch.embedding, (None,), saved=("indices",)),
     "UpsampleNearest1DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales"),
     "UpsampleNearest2DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales_h", "scales_w"),
     "UpsampleNearest3DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales_d", "scales_h", "scales_w"),
