@@ -66,6 +66,10 @@ def replacements_of(names: frozenset[str]) -> dict[Callable[..., Any], Callable[
     return table
 
 
+def _has_tensors_rule(kind):
+    return getattr(kind.__torch_function__, "__func__", None) is Tensor.__torch_function__.__func__
+
+
 class FunctionMode(TorchFunctionMode):
     """Calls this package's functions of these names in place of PyTorch's."""
 
@@ -76,8 +80,10 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         ours = self.functions.get(func)
-        # torch.threshold can write to another tensor; torch.fx traces with what is no tensor.
-        if ours is None or "out" in kwargs or (types and not all(issubclass(kind, Tensor) for kind in types)):
+        # torch.threshold can write to another tensor, and torch.relu's input has other names; a subclass may have a rule of its
+        # own, and torch.fx traces with no tensor.
+        is_ours = ours is not None and "out" not in kwargs and (args or "input" in kwargs)
+        if not is_ours or not all(map(_has_tensors_rule, types)):
             return func(*args, **kwargs)
         return ours(*args, **kwargs) if self.is_meant() else func(*args, **kwargs)
 
@@ -152,6 +158,13 @@ def _made(original, what, make, *arguments):
     return module
 
 
+def has_fast_path(module: nn.Module) -> bool:
+    """Whether it runs other kernels where nothing needs a gradient, unless there is a function mode."""
+    return not module.training and isinstance(
+        module, (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+    )
+
+
 def _forward(self, *args, **kwargs):
     ours = getattr(type(self), "_fastact_class", None)
     if ours is None:  # reverted, while somebody has this method
@@ -162,7 +175,7 @@ def _forward(self, *args, **kwargs):
         return forward(*args, **kwargs)
     if ours._fastact_recomputes:
         forward = recompute()(forward)
-    if not ours._fastact_names:
+    if not ours._fastact_names or has_fast_path(self):
         return forward(*args, **kwargs)
     with _forward_mode(ours._fastact_names) as mode:  # noqa: F841, which is_meant looks for
         return forward(*args, **kwargs)

@@ -37,6 +37,7 @@ from activations_cuda.replacements import (
     ORIGINAL_FUNCTIONS,
     callers,
     calls_its_class,
+    has_fast_path,
     is_patched,
     original_of,
     replacements_of,
@@ -159,10 +160,16 @@ def calls_from_forward(module: nn.Module) -> bool:
     return frame is not None and frame.f_code is MODULE_CALL and frame.f_locals["self"] is module
 
 
+def _takes_fast_path(module):
+    return has_fast_path(module) and not any(parameter.requires_grad for parameter in nn.Module.parameters(module))
+
+
 def can_convert(module: nn.Module) -> bool:
-    """Whether another class for the module changes what it computes with."""
+    """Whether another class for the module changes what it computes with, and nothing else."""
     original = original_of(type(module))
-    if original in FUNCTIONS and is_patched(FUNCTIONS[original]):
+    if original in FUNCTIONS:
+        return not is_patched(FUNCTIONS[original]) and calls_its_class(module)
+    if has_fast_path(module) or any(map(_takes_fast_path, nn.Module.modules(module))):
         return False
     return calls_its_class(module) and not isinstance(module, torch.fx.GraphModule)  # whose class is made from its graph
 

@@ -598,3 +598,27 @@ def test_inputs_after_recompute():
 def test_a_hint_for_one_container_alone(call, message):
     with pytest.raises(TypeError, match=message):
         call(nn.ReLU6())
+
+
+class Hundredfold(torch.Tensor):
+    """Whose relu6 is another function."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.relu6:
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0] * 100
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_rule_of_a_subclass_is_followed():
+    model, x = ByFunctional(), torch.randn(IMAGES)
+    expected = model(x.as_subclass(Hundredfold))
+    activations_cuda.convert(model, x)
+    assert activations_cuda.converted(model)
+    assert torch.equal(model(x.as_subclass(Hundredfold)), expected)
+
+
+def test_an_input_by_another_name():
+    with activations_cuda.ConvertMode([nn.ReLU]):
+        assert torch.relu(x=torch.tensor(-1.0)) == 0

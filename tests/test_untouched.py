@@ -322,6 +322,21 @@ def test_sparse_tensors(layout):
     assert report.before > 0
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_that_are_written_to(layout):
+    class Writes(Gcn):
+        def forward(self, x, scale):
+            scale.mul_(2)
+            self.adj.mul_(0.5)
+            return super().forward(x)
+
+    model, scale = Writes(*net()), torch.eye(20).to_sparse(layout=layout)
+    model.register_buffer("adj", torch.eye(20).to_sparse(layout=layout))
+    activations_cuda.convert(model, torch.randn(20, 8), scale)
+    for tensor in scale, model.adj:
+        assert torch.equal(tensor.to_dense(), torch.eye(20))
+
+
 class Multiplies(nn.Module):
     def __init__(self):
         super().__init__()
@@ -534,6 +549,35 @@ def test_inference_keeps_pytorchs_fast_paths():
     assert "aten::_transformer_encoder_layer_fwd" in {event.key for event in profile.key_averages()}
 
 
+class Encoder(nn.Module):
+    """Whose attention is a frozen part."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.encoder.eval().requires_grad_(False)
+        self.head, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x, mask):
+        return F.relu6(self.norm(self.head(self.encoder(x, src_key_padding_mask=mask)))).sum(1)
+
+
+def test_frozen_parts_keep_pytorchs_fast_paths():
+    """Which gives zeros where the input is padded."""
+    model, x, mask = Encoder(), torch.randn(4, 6, 8), torch.zeros(4, 6, dtype=torch.bool)
+    mask[:, 4:] = mask[0] = True
+    mask[0, 0] = False
+    expected = model(x, mask)
+    assert torch.equal(activations_cuda.convert(model, x, mask)(x, mask), expected)
+
+    encoder = Encoder().encoder.train().requires_grad_()
+    later = copy.deepcopy(encoder).eval().requires_grad_(False)
+    activations_cuda.convert(encoder, x)
+    assert activations_cuda.converted(encoder) == {"TransformerEncoderLayer": 2}
+    encoder.eval().requires_grad_(False)
+    assert torch.equal(encoder(x, src_key_padding_mask=mask), later(x, src_key_padding_mask=mask))
+
+
 def test_inputs_that_the_model_does_not_take():
     with pytest.raises(TypeError, match=r"convert: expected the arguments of the model's forward \(too many positional"):
         activations_cuda.convert(net(), [torch.randn(ROWS), torch.randn(ROWS)])
@@ -686,9 +730,11 @@ def test_a_scripted_part_and_hooks_of_its_own():
         def register_forward_pre_hook(self, hook):
             raise NotImplementedError
 
-    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.LayerNorm(8), nn.ReLU6(), Hooked())
+    part = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    model = nn.Sequential(part, nn.LayerNorm(8), nn.ReLU6(), Hooked())
     activations_cuda.convert(model, torch.randn(ROWS))
     assert activations_cuda.converted(model) == {"ReLU6": 1, "Hooked": 1}
+    assert part.state_dict()["1.num_batches_tracked"] == 0
 
 
 def test_a_module_that_cannot_be_copied():
@@ -710,12 +756,22 @@ def imports(module, args, output):
     logging.getLogger().seen = output
 
 
-@pytest.mark.parametrize("hook", [prints, imports])
-def test_hooks_that_do_more_than_compute_are_not_called(hook, capsys):
+def assigns(module, args, output):
+    globals()["seen"] = output
+
+
+def saves(module, args, output):
+    torch.save(output, "seen.pt")
+
+
+@pytest.mark.parametrize("hook", [prints, imports, assigns, saves])
+def test_hooks_that_do_more_than_compute_are_not_called(hook, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     model = Act()
     model.register_forward_hook(hook)
     activations_cuda.convert(model, torch.randn(ROWS))
     assert not capsys.readouterr().out and not hasattr(logging.getLogger(), "seen")
+    assert "seen" not in globals() and not any(tmp_path.iterdir())
 
 
 def test_a_hook_whose_closure_is_still_empty():
