@@ -56,7 +56,22 @@ CACHED = type(lru_cache(len))
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 MAX_BYTES = 2**24  # of an array, beyond which it is data rather than state
 # What hooks call that does more than compute.
-EFFECTS = frozenset({"print", "open", "input", "breakpoint", "exec", "eval", "setattr", "delattr"})
+EFFECTS = frozenset(
+    {
+        "print",
+        "open",
+        "input",
+        "breakpoint",
+        "exec",
+        "eval",
+        "setattr",
+        "delattr",
+        "globals",
+        "__import__",
+        "save",
+        "distributed",
+    }
+)
 
 
 def _is_of(kind, packages):
@@ -79,13 +94,14 @@ def _keeps_nothing(hook):
     values = [*used.nonlocals.values(), *used.globals.values()]
     values += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *hook.__code__.co_consts]
     names = {instruction.opname for instruction in dis.get_instructions(hook)}
-    is_pure = EFFECTS.isdisjoint(used.builtins) and names.isdisjoint(("STORE_GLOBAL", "IMPORT_NAME"))
+    is_pure = EFFECTS.isdisjoint(hook.__code__.co_names) and names.isdisjoint(("STORE_GLOBAL", "IMPORT_NAME"))
     return is_pure and all(map(_is_constant, values))
 
 
 def _is_constant(value):
     if type(value) is ModuleType:
-        return f"{value.__name__}.".startswith(("torch.", "math."))
+        name = f"{value.__name__}."
+        return name.startswith(("torch.", "math.")) and not name.startswith("torch.distributed.")
     return type(value) is not type and (type(value) in ATOMIC or (type(value) is tuple and all(map(_is_constant, value))))
 
 
@@ -203,7 +219,7 @@ class Copier:
             copy = value if value() is None else REFERENCES[kind](self._copy(value()))
         elif kind in (weakref.ProxyType, weakref.CallableProxyType):
             copy = weakref.proxy(self._copy(value.__init__.__self__))
-        elif kind is torch.Generator:  # whose state is a tensor
+        elif kind is torch.Generator or issubclass(kind, torch.jit.ScriptModule):  # whose state is in C++
             copy = deepcopy(value)
         elif _is_shared(value, kind):
             copy = value

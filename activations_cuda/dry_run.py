@@ -127,7 +127,7 @@ def _fakes(device):
 
     def fake(tensor):
         if tensor.layout is not torch.strided or tensor.is_nested:
-            return tensor
+            return _clone(tensor)  # what is no fake is written to in earnest
         place = device if tensor.is_meta else tensor.device
         with mode:
             # A DTensor's size is that of the whole: what is sharded is surveyed as it would be on one device.
