@@ -205,3 +205,15 @@ def test_a_mask_that_is_swapped():
     assert any(value.source == "bits" for value in scope.values())
     loss.backward()
     torch.utils.swap_tensors(mask, torch.rand(16, 16) > 0.5)
+
+
+@pytest.mark.parametrize("make", [lambda memory: torch.empty(0, dtype=torch.bool).set_(memory, 0, (8, 8), (8, 1)), "data"])
+def test_a_mask_in_memory_that_is_used_again(make):
+    """Whose writes the first mask's version doesn't count. Its graph is still there."""
+    memory, x, kept = torch.empty(8, 8, dtype=torch.bool), torch.randn(8, 8, requires_grad=True), []
+    for value in True, False:
+        mask = memory.data if make == "data" else make(memory.untyped_storage())
+        mask.fill_(value)
+        with recompute():
+            kept.append(torch.where(mask, x * 2, x * 3))
+    assert (torch.autograd.grad(kept[1].sum(), x)[0] == 3).all()

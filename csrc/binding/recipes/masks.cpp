@@ -94,12 +94,14 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   if (!assumes(hook) && reinterpret_cast<uintptr_t>(const_data(owner)) % sizeof(uint64_t) != 0) {
     return {};  // somebody else's memory
   }
+  const c10::VariableVersion& counter = torch::autograd::impl::version_counter(owner);
   auto& [masks, many] = packed();
   const auto found = masks.find(owner.storage().unsafeGetStorageImpl());
   py::object value = py::none();
   if (found != masks.end() && !found->second.memory.expired()) {
     value = found->second.value();
-    if (!value.is_none() && !value_of(value).stands_for(owner)) {
+    // A tensor that somebody else has made of the memory counts other writes.
+    if (!value.is_none() && !(value_of(value).stands_for(owner) && is_same_counter(*value_of(value).replaced, counter))) {
       value = py::none();
     }
     // An earlier scope's user may hold the mask itself: then bits would come on top.
@@ -111,7 +113,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
     const at::NoGradGuard no_grad;
     const at::Tensor bits = assumes(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
     value = recipe_of(ConfigurationOf::mask, "bits", formulas().unpack_mask, keep(bits, py::none(), outer), py::tuple(), owner);
-    value_of(value).replaced = torch::autograd::impl::version_counter(owner);
+    value_of(value).replaced = counter;
     if (masks.size() >= many) {
       packed().forget_dead();
     }

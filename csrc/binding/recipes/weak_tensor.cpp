@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <cstring>
 #include <utility>
 
 namespace fastact::recipes {
@@ -16,6 +17,11 @@ int64_t current_stream(const at::Tensor& tensor) {
 bool is_same_memory(const at::Tensor& tensor, const at::Tensor& other) {
   return tensor.is_alias_of(other) && tensor.dtype() == other.dtype() && tensor.storage_offset() == other.storage_offset() &&
          tensor.sizes() == other.sizes() && tensor.strides() == other.strides();
+}
+
+bool is_same_counter(const c10::VariableVersion& counter, const c10::VariableVersion& other) {
+  static_assert(sizeof(counter) == sizeof(void*));  // a pointer, which it shows to nobody
+  return std::memcmp(&counter, &other, sizeof(counter)) == 0;
 }
 
 WeakTensor::WeakTensor(const at::Tensor& tensor)
@@ -48,7 +54,8 @@ at::Tensor WeakTensor::tensor() const {
 
 bool WeakTensor::is(const at::Tensor& other) const {
   const at::Tensor result = tensor();
-  return result.defined() && is_same_memory(result, other) && version_of(other) == version_;
+  return result.defined() && is_same_memory(result, other) &&
+         is_same_counter(counter_, torch::autograd::impl::version_counter(other));
 }
 
 }  // namespace fastact::recipes

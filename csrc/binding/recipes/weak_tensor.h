@@ -21,6 +21,9 @@ int64_t current_stream(const at::Tensor& tensor);
 // Whether two tensors are the same elements of the same memory.
 bool is_same_memory(const at::Tensor& tensor, const at::Tensor& other);
 
+// Whether they count the writes to the same tensor and its views.
+bool is_same_counter(const c10::VariableVersion& counter, const c10::VariableVersion& other);
+
 // A tensor that others may or may not have any longer. It refers to the memory, since a tensor with weak references can't be
 // swapped; but to a tensor that Python implements, as fake ones, itself.
 class WeakTensor {
