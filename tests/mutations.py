@@ -345,14 +345,15 @@ RECOMPUTE = [
         "std::min<int64_t>(8, n - byte * 8); ++i) {\n      packed",
         "8; ++i) {\n      packed",
     ),
-    Mutant("a mask that was written to", PACKED_MASKS, "!value_of(value).stands_for(owner)", "false"),
-    Mutant("hooks give back what was written to", COMPUTING, "check_unwritten(tensor);", ""),
+    Mutant("a mask that was written to", PACKED_MASKS, "value_of(value).stands_for(owner)", "true"),
+    Mutant("hooks give back what was written to", COMPUTING, "check_version(version_given_back, result.toString());", ""),
+    Mutant("a mask by its memory alone", PACKED_MASKS, "&& is_same_counter(*value_of(value).replaced, counter)", ""),
     Mutant("what was freed is none", OPERANDS, "data.is_none() && was_freed(step, name)", "false"),
     Mutant("what isn't saved is none", OPERANDS, "edge.function && value && value.is_none()", "false"),
     Mutant(
         "a part that is widened", JOINED, "value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype())", "true"
     ),
-    Mutant("an int by way of a double", FUSION, "static_cast<float>(PyLong_AsLongLong(given))", "PyFloat_AsDouble(given)"),
+    Mutant("an int by way of a double", FUSION, "PyLong_AsLongLongAndOverflow(given, &overflow)", "PyFloat_AsDouble(given)"),
     Mutant(
         "a wider result in place",
         COMPUTING,

@@ -579,3 +579,17 @@ def test_hooks_that_give_back_what_was_written_to(pack):
     else:
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* is output 0 of ReluBackward0"):
             run(recompute)
+
+
+def test_buffers_that_are_written_to_behind_a_norm():
+    """Its backward in training doesn't read them, and these hooks give back what they got."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(8), torch.randn(16, 8, requires_grad=True)
+        with torch.autograd.graph.save_on_cpu(), scope():
+            loss = norm(x.exp()).square().sum()
+        norm.running_mean.zero_()
+        return torch.autograd.grad(loss, x)
+
+    same_with_scope(run)

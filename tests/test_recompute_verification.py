@@ -501,7 +501,7 @@ def test_an_op_in_place_with_a_wider_operand(name, dtypes, device):
 
 def test_numbers_are_rounded_once():
     """An int that a double can't hold."""
-    for factor in 3, 2**60 + 2**36 + 1:
+    for factor in 3, 2**60 + 2**36 + 1, 2**63:
 
         def run(scope, factor=factor):
             torch.manual_seed(0)
@@ -536,7 +536,7 @@ def test_dropout_with_other_probabilities(device):
         torch.manual_seed(0)
         x, weight = (torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
         with scope():
-            loss = sum((torch.native_dropout(x.exp(), p, True)[0] * weight).sum() for p in (0.1, 0.15, 0.45))
+            loss = sum((torch.native_dropout(x.exp(), p, True)[0] * weight).sum() for p in (0.5, 0.1, 0.15, 0.3, 0.45))
         return torch.autograd.grad(loss, (x, weight))
 
     for dtype in torch.float32, torch.bfloat16, torch.float64:

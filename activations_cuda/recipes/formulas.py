@@ -35,13 +35,14 @@ def dropout(input, mask, scale, is_of_cpu):
     return input.mul(mask).mul_(scale)
 
 
+@functools.lru_cache(maxsize=1024)
 def scale_of_dropout(p, dtype):
-    """As GPUs compute it, and whether the CPU comes to the same: each kind of p is verified by itself."""
+    """As GPUs compute it, and whether the CPU, which rounds it to the dtype, does too: either kind of p is verified."""
     if p == 1:
         return None  # gives zeros, which need no recipe
     exact = 1 / (1 - p)
     scale = exact if dtype == torch.float64 else _float32(1 / _float32(1 - p))
-    return scale, scale == (exact if dtype == torch.float64 else _float32(exact))
+    return scale, scale == torch.tensor(exact, dtype=dtype).item()
 
 
 def where(input, other, condition):

@@ -173,6 +173,16 @@ Value::~Value() {
 }
 
 at::Tensor Value::tensor(bool* is_temporary) {
+  at::Tensor result = find_or_compute(is_temporary);
+  // Hooks that have no copy give back the tensor itself. What they give to its own saver is their business.
+  if (memory_outside && result.has_storage() &&
+      memory_outside->_unsafe_get_target() == result.storage().unsafeGetStorageImpl()) {
+    check_version(version_given_back, result.toString());
+  }
+  return result;
+}
+
+at::Tensor Value::find_or_compute(bool* is_temporary) {
   if (held.defined()) {
     TORCH_CHECK(
         held.numel() == 0 || !held.has_storage() || held.storage().nbytes() > 0, "recompute: expected a tensor of shape ",
@@ -240,7 +250,6 @@ at::Tensor Value::compute(bool* is_temporary) {
   if (held_outside) {
     const py::object result = fetch();
     const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
-    check_unwritten(tensor);
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
   const auto wanted = strides_of();
@@ -290,6 +299,7 @@ py::object Value::fetch() {
   const TorchFunction function(TorchFunction::State::ENABLED);  // as autograd calls hooks
   const auto hooks = py::reinterpret_borrow<py::tuple>(hooks_outside);
   py::object result;
+  version_given_back = version_outside.current_version();  // before the hooks write to its memory, as some do
   try {
     result = hooks[1](held_outside);
     if (Packing::current && THPVariable_Check(result.ptr())) {

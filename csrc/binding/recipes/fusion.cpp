@@ -315,7 +315,9 @@ class Builder {
     if (PyFloat_Check(given)) {
       to->number = static_cast<float>(PyFloat_AsDouble(given));
     } else if (PyLong_Check(given)) {
-      to->number = static_cast<float>(PyLong_AsLongLong(given));  // by way of a double it would be rounded twice
+      int overflow = 0;
+      to->number = static_cast<float>(PyLong_AsLongLongAndOverflow(given, &overflow));  // rounded once, unlike a double
+      return overflow == 0;
     } else {
       return false;
     }

@@ -143,13 +143,6 @@ void Value::check_unwritten() const {
   }
 }
 
-void Value::check_unwritten(const at::Tensor& given_back) const {
-  if (memory_outside && given_back.has_storage() &&
-      memory_outside->_unsafe_get_target() == given_back.storage().unsafeGetStorageImpl()) {
-    check_version(version_outside.current_version(), given_back.toString());
-  }
-}
-
 void Value::check_version(int64_t found, const std::string& what) const {
   const auto output = [&] { return "output " + std::to_string(output_.second) + " of " + py::cast<std::string>(source); };
   TORCH_CHECK(
@@ -246,7 +239,7 @@ py::object noted(const NodePointer& node, uint32_t number) {
 }
 
 at::Tensor Value::give() {
-  at::Tensor result = tensor();
+  at::Tensor result = find_or_compute(nullptr);
   // Fake tensors have no memory, and what a captured graph computes is there once it is replayed.
   const bool has_version = !result.is_inference() && !result.key_set().has(c10::DispatchKey::Python);
   if (is_recipe() && has_version && !is_capturing(result.device())) {

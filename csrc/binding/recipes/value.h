@@ -60,16 +60,14 @@ struct Value {
   bool stands_for(const at::Tensor& tensor) const;
   bool is_current() const;
 
-  // The tensor, computed once in a backward pass if it has several readers. `is_temporary` is set if nobody else has its
-  // memory.
+  // The tensor, for a recipe: computed once in a backward pass if it has several readers. `is_temporary` is set if nobody else
+  // has its memory.
   at::Tensor tensor(bool* is_temporary = nullptr);
   // The same for a backward pass. A graph that it makes may save the tensor, so the next pass is given that once more.
   at::Tensor give();
   at::Tensor compute(bool* is_temporary = nullptr);
   // Raises autograd's error if what it is, or what it replaces, was written to.
   void check_unwritten() const;
-  // The same of what hooks give back: they may have no copy, but the tensor itself.
-  void check_unwritten(const at::Tensor& given_back) const;
   // Whether it follows from what the hooks around a scope have, which they may give back in one backward pass only.
   bool follows_from_outside() const;
   bool has_given(const at::Tensor& tensor) const { return given_ && given_->is(tensor); }
@@ -104,6 +102,7 @@ struct Value {
   py::object held_outside, hooks_outside;  // the latter a pair
   c10::VariableVersion version_outside;    // of the tensor that those were given, which counts on
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> memory_outside;  // its memory
+  int64_t version_given_back = 0;                                           // the count when hooks last gave it back
   int64_t stream = 0;
   bool is_private = false;                    // a parameter that only what saved it may read
   py::object copy;                            // what recipes read in its place (leaves.h, calls.h), or null
@@ -125,6 +124,7 @@ struct Value {
   friend py::object noted(const NodePointer& node, uint32_t number);
 
   void check_version(int64_t found, const std::string& what) const;
+  at::Tensor find_or_compute(bool* is_temporary);
   at::Tensor remember(int task, at::Tensor tensor);
   // What is new has the version of the tensor that it stands for.
   at::Tensor compute_in_version(bool* is_temporary = nullptr);
