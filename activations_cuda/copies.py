@@ -219,7 +219,7 @@ class Copier:
             copy = value if value() is None else REFERENCES[kind](self._copy(value()))
         elif kind in (weakref.ProxyType, weakref.CallableProxyType):
             copy = weakref.proxy(self._copy(value.__init__.__self__))
-        elif kind is torch.Generator or issubclass(kind, torch.jit.ScriptModule):  # whose state is in C++
+        elif kind is torch.Generator:  # whose state is a tensor
             copy = deepcopy(value)
         elif _is_shared(value, kind):
             copy = value

@@ -99,6 +99,7 @@ class _Watch(TorchFunctionMode):
         self.names = {function: name for name in FUNCTIONS.values() for function in replacements_of(frozenset([name]))}
         self.calls = []
         self.call = None
+        self.can_convert = {}  # by a module's identity
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -129,7 +130,9 @@ class _Watch(TorchFunctionMode):
         module = self.running()
         if not is_ours:
             function = FUNCTIONS.get(original_of(type(module)), function)  # ReLU6 calls hardtanh
-        convertible = is_ours or (can_convert(module) and self.calls_from_forward(module))
+        if id(module) not in self.can_convert:
+            self.can_convert[id(module)] = can_convert(module)
+        convertible = is_ours or (self.can_convert[id(module)] and self.calls_from_forward(module))
         input = args[0] if args else kwargs["input"]
         return _Call(module, function, bits, input.dtype, convertible, is_ours)
 
