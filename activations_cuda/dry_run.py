@@ -165,23 +165,8 @@ def _forget_lock():
 os.register_at_fork(after_in_child=_forget_lock)
 
 
-@contextmanager
-def _scripted_buffers_unchanged(model):
-    """Parts that TorchScript has compiled are no copies."""
-    scripted = (module for module in nn.Module.modules(model) if isinstance(module, torch.jit.ScriptModule))
-    before = [(buffer, buffer._version, buffer.clone()) for module in scripted for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, version, values in before:
-                if buffer._version != version:
-                    buffer.copy_(values)
-
-
 def _run(run, copier, model, args, kwargs):
-    unchanged = _randomness_unchanged(state_of(model)), _scripted_buffers_unchanged(model)
-    with _one_at_a_time, unchanged[0], unchanged[1], _uncompiled(), torch.enable_grad():
+    with _one_at_a_time, _randomness_unchanged(state_of(model)), _uncompiled(), torch.enable_grad():
         try:
             run(copier, model, args, kwargs)
         except Exception as error:  # maybe because it is a copy, as where a global dict has the model for a key

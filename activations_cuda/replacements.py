@@ -160,9 +160,8 @@ def _made(original, what, make, *arguments):
 
 def has_fast_path(module: nn.Module) -> bool:
     """Whether it runs other kernels where nothing needs a gradient, unless there is a function mode."""
-    return not module.training and isinstance(
-        module, (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
-    )
+    kinds = nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer
+    return isinstance(module, kinds) and not module.training
 
 
 def _forward(self, *args, **kwargs):

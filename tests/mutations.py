@@ -347,7 +347,7 @@ RECOMPUTE = [
     ),
     Mutant("a mask that was written to", PACKED_MASKS, "value_of(value).stands_for(owner)", "true"),
     Mutant("hooks give back what was written to", COMPUTING, "check_version(version_given_back, result.toString());", ""),
-    Mutant("a mask by its memory alone", PACKED_MASKS, "&& is_same_counter(*value_of(value).replaced, counter)", ""),
+    Mutant("a mask by its memory alone", PACKED_MASKS, "!is_same_counter(*value_of(value).replaced, counter)", "false"),
     Mutant("what was freed is none", OPERANDS, "data.is_none() && was_freed(step, name)", "false"),
     Mutant("what isn't saved is none", OPERANDS, "edge.function && value && value.is_none()", "false"),
     Mutant(

@@ -730,11 +730,10 @@ def test_a_scripted_part_and_hooks_of_its_own():
         def register_forward_pre_hook(self, hook):
             raise NotImplementedError
 
-    part = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-    model = nn.Sequential(part, nn.LayerNorm(8), nn.ReLU6(), Hooked())
+    frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(8, 8)).eval()))
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), frozen, nn.LayerNorm(8), nn.ReLU6(), Hooked())
     activations_cuda.convert(model, torch.randn(ROWS))
     assert activations_cuda.converted(model) == {"ReLU6": 1, "Hooked": 1}
-    assert part.state_dict()["1.num_batches_tracked"] == 0
 
 
 def test_a_module_that_cannot_be_copied():

@@ -193,7 +193,7 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
             return _verify(recipe, untried, tensor)
     except (torch.OutOfMemoryError, NothingYet):
         return False  # there may be room at its next use, or what the hooks around the scope have
-    except (RuntimeError, TypeError) as error:  # a formula that isn't for this device or dtype, or that lacks an operand
+    except RuntimeError as error:  # a formula that isn't for this device or dtype
         log.debug("recompute: %s: %s", recipe.source, error)
         return _refuse(recipe, tensor)
     finally:

@@ -100,8 +100,10 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   py::object value = py::none();
   if (found != masks.end() && !found->second.memory.expired()) {
     value = found->second.value();
-    // A tensor that somebody else has made of the memory counts other writes.
-    if (!value.is_none() && !(value_of(value).stands_for(owner) && is_same_counter(*value_of(value).replaced, counter))) {
+    if (!value.is_none() && !is_same_counter(*value_of(value).replaced, counter)) {
+      return {};  // another tensor of the same memory, which may have been written to: its version doesn't tell
+    }
+    if (!value.is_none() && !value_of(value).stands_for(owner)) {
       value = py::none();
     }
     // An earlier scope's user may hold the mask itself: then bits would come on top.

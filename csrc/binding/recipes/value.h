@@ -102,7 +102,7 @@ struct Value {
   py::object held_outside, hooks_outside;  // the latter a pair
   c10::VariableVersion version_outside;    // of the tensor that those were given, which counts on
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> memory_outside;  // its memory
-  int64_t version_given_back = 0;                                           // the count when hooks last gave it back
+  int64_t version_given_back = 0;                                           // its count before they last gave it back
   int64_t stream = 0;
   bool is_private = false;                    // a parameter that only what saved it may read
   py::object copy;                            // what recipes read in its place (leaves.h, calls.h), or null
