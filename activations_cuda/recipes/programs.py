@@ -47,9 +47,8 @@ def table(formula: Callable[..., Tensor], arguments: tuple[Any, ...], dtype: tor
     """The values of a function of all numbers of a half type, by their bits. None if it depends on an element's place."""
     key = formula, repr(arguments), dtype, like.device  # 0.0 == -0.0, and NaN isn't itself
     if key not in _tables:
-        others = sum(
-            (known[0], *known[2:]) == (formula, dtype, like.device) for known in list(_tables)
-        )  # which other threads add to
+        known = list(_tables)  # to which other threads add
+        others = sum((each[0], *each[2:]) == (formula, dtype, like.device) for each in known)
         if others == MAX_TABLES or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None  # a graph's memory is its own
         with computing():

@@ -189,7 +189,9 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
     value.take_layout_of(tensor);
     value.has_strides = is_dense(value.sizes, value.strides);  // others, as of what is expanded, the hooks needn't restore
     value.configuration = configuration_of(tensor);
-    value.memory_outside = tensor.storage().getWeakStorageImpl();
+    if (tensor.has_storage()) {
+      value.memory_outside = tensor.storage().getWeakStorageImpl();
+    }
   }
   value.hooks_outside = hooks;
   value.version_outside = torch::autograd::impl::version_counter(tensor);
