@@ -191,44 +191,6 @@ class Modifies(torch.autograd.Function):
         return gradient, None, None
 
 
-class Scales(torch.Tensor):
-    """What is divided by it, or subtracts it, comes out a hundred times as large."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return result * 100 if func in (torch.div, torch.sub) else result
-
-
-def inplace(function):
-    """A net whose smooth activation, this package's, overwrites its input."""
-
-    def run(context):
-        torch.manual_seed(0)
-        conv, norm = nn.Conv2d(3, 8, 3).bfloat16(), nn.BatchNorm2d(8).bfloat16()
-        x = torch.randn(2, 3, 8, 8, dtype=torch.bfloat16, requires_grad=True)
-        return function(context, x, conv, norm)
-
-    return run
-
-
-def nodes_of(tensor):
-    nodes, seen = [tensor.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            nodes += [each for each, _ in node.next_functions if each is not None]
-
-
-def unpacked(node):
-    """What a batch norm has saved of its input."""
-    raw = getattr(node, "_raw_saved_input", None)
-    return None if raw is None or not hasattr(raw.data, "is_recipe") else raw.data
-
-
 class WritesToSaved(torch.autograd.Function):
     """As a kernel that needs no other memory for its gradient."""
 

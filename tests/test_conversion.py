@@ -21,14 +21,7 @@ import activations_cuda
 from activations_cuda.conversion import log
 from activations_cuda.memory import saved_bytes
 from activations_cuda.survey import Survey
-from calls import (
-    IMAGES,
-    REACHED,
-    ByFunctional,
-    Calls,
-    assert_same_step,
-    step,
-)
+from calls import IMAGES, REACHED, ByFunctional, Calls, assert_same_step, step
 from test_memory import measure
 
 

@@ -22,16 +22,7 @@ from torch import nn
 
 import activations_cuda
 import calls
-from calls import (
-    IMAGES,
-    REACHED,
-    ByAttribute,
-    ByFunctional,
-    ByHelper,
-    Calls,
-    assert_same_step,
-    helper,
-)
+from calls import IMAGES, REACHED, ByAttribute, ByFunctional, ByHelper, Calls, assert_same_step, helper
 
 
 class Clashing(Calls):

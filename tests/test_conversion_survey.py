@@ -17,13 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import activations_cuda
 from activations_cuda.memory import saved_bytes
-from calls import (
-    IMAGES,
-    ByFunctional,
-    Calls,
-    assert_same_step,
-    step,
-)
+from calls import IMAGES, ByFunctional, Calls, assert_same_step, step
 
 
 def test_compiled_parts():

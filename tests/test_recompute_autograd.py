@@ -11,14 +11,7 @@ from torch import nn
 
 import activations_cuda
 from activations_cuda import recompute
-from recomputing import (
-    Keep,
-    Scope,
-    assert_same,
-    gradients,
-    same_with_scope,
-    small_net,
-)
+from recomputing import Keep, Scope, assert_same, gradients, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 

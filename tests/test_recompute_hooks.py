@@ -13,15 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import activations_cuda
 from activations_cuda import _C, GELU, SiLU, recompute
 from activations_cuda.recipes import scope
-from recomputing import (
-    Keep,
-    Scope,
-    copying_hooks,
-    gradients,
-    same_with_scope,
-    small_net,
-    top_hooks,
-)
+from recomputing import Keep, Scope, copying_hooks, gradients, same_with_scope, small_net, top_hooks
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 

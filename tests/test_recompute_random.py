@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from activations_cuda import _C
-from recomputing import (
-    Keep,
-    Plain,
-    Scope,
-    assert_same,
-    copying_hooks,
-)
+from recomputing import Keep, Plain, Scope, assert_same, copying_hooks
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 

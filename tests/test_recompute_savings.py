@@ -13,18 +13,7 @@ from torch import nn
 from activations_cuda import _C, convert, recompute
 from activations_cuda.recipes import hook
 from activations_cuda.recipes.formulas import same
-from recomputing import (
-    Keep,
-    Modifies,
-    Plain,
-    Scope,
-    WritesToSaved,
-    assert_same,
-    bytes_of,
-    compare,
-    same_with_scope,
-    small_net,
-)
+from recomputing import Keep, Modifies, Plain, Scope, WritesToSaved, assert_same, bytes_of, compare, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 

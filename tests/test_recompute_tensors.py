@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from activations_cuda import _C, recompute
-from recomputing import Keep, Scales, Scope, assert_same, same_with_scope
+from recomputing import Keep, Scope, assert_same, same_with_scope
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
@@ -82,6 +82,16 @@ def test_joined_with_an_empty_tensor(device):
         loss = Keep.apply(torch.cat([empty, x.sin()])).sum()
     assert "CatBackward0" in [value.source for value in scope.values() if value.is_recipe]
     assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(Keep.apply(x.sin()).sum(), x)[0])
+
+
+class Scales(torch.Tensor):
+    """What is divided by it, or subtracts it, comes out a hundred times as large."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * 100 if func in (torch.div, torch.sub) else result
 
 
 @pytest.mark.parametrize("function", [torch.div, torch.sub])

@@ -16,16 +16,7 @@ from activations_cuda.recipes.formulas import same
 from activations_cuda.recipes.rules import RULES, op
 from activations_cuda.recipes.step import Underivable
 from activations_cuda.recipes.verification import Candidates
-from recomputing import (
-    Keep,
-    Scope,
-    assert_same,
-    copying_hooks,
-    gradients,
-    same_with_scope,
-    small_net,
-    top_hooks,
-)
+from recomputing import Keep, Scope, assert_same, copying_hooks, gradients, same_with_scope, small_net, top_hooks
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 

@@ -10,17 +10,7 @@ from torch import nn
 
 from activations_cuda import _C, recompute
 from activations_cuda.recipes.formulas import FORMULAS
-from recomputing import (
-    Keep,
-    Modifies,
-    Scope,
-    WritesToSaved,
-    assert_same,
-    copying_hooks,
-    inplace,
-    same_with_scope,
-    small_net,
-)
+from recomputing import Keep, Modifies, Scope, WritesToSaved, assert_same, copying_hooks, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
@@ -142,6 +132,18 @@ def test_what_a_view_or_a_mask_is_of_is_written_to(function, scope):
         loss = function(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def inplace(function):
+    """A net whose smooth activation, this package's, overwrites its input."""
+
+    def run(context):
+        torch.manual_seed(0)
+        conv, norm = nn.Conv2d(3, 8, 3).bfloat16(), nn.BatchNorm2d(8).bfloat16()
+        x = torch.randn(2, 3, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+        return function(context, x, conv, norm)
+
+    return run
 
 
 def test_written_to_by_an_activation():
