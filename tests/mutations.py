@@ -354,12 +354,6 @@ RECOMPUTE = [
         "a part that is widened", JOINED, "value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype())", "true"
     ),
     Mutant("an int by way of a double", FUSION, "PyLong_AsLongLongAndOverflow(given, &overflow)", "PyFloat_AsDouble(given)"),
-    Mutant(
-        "a wider result in place",
-        COMPUTING,
-        "(is_first || may_write) && operand.scalar_type() == dtype",
-        "is_first || may_write",
-    ),
     Mutant("indices that somebody has", DERIVATION, "value.held.storage().use_count() > 1", "false"),
     Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(input.sizes[-dims:]) <= 2**16", "if True"),
     Mutant("a result in a wider dtype", COMPUTING, "if (tensor.scalar_type() != dtype)", "if (false)"),
