@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import activations_cuda
-from activations_cuda import _C
+from activations_cuda import _C, recompute
 from activations_cuda.recipes import formulas, norms, programs, verification
 from activations_cuda.recipes.formulas import FORMULAS, Facts
 from activations_cuda.recipes.rules import RULES
@@ -441,6 +442,22 @@ def test_a_chain_of_any_length():
     model = nn.Module()
     model.weight = nn.Parameter(x.detach())
     compare(model, loss)
+
+
+def test_movements_of_a_half_type_are_computed_once():
+    def movements(dtype):
+        x = torch.randn(16, 16, requires_grad=True)
+        with recompute():
+            narrow = (x * 1.5).to(dtype)
+            y, loss = narrow.float(), (narrow * narrow).sum()
+            for _ in range(6):
+                y = torch.cat([y, y.roll(1, 1), y.roll(2, 1), y.roll(3, 1)], 1)[:, ::4]
+            loss = loss + (y * y).sum()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            loss.backward()
+        return sum(event.name == "aten::roll" for event in profiler.events())
+
+    assert movements(torch.bfloat16) == movements(torch.float32) > 0
 
 
 @pytest.mark.cuda

@@ -539,6 +539,43 @@ def test_hooks_that_unpack_once():
     same_with_scope(run)
 
 
+def _rms_norm(x):
+    wide = (x.bfloat16() @ x.bfloat16()).float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return wide.bfloat16() * torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
+
+
+def _joined(x):
+    wide = (x.bfloat16() @ x.bfloat16()).float()
+    joined = torch.cat([wide, wide.roll(1, 1)], 1).bfloat16()
+    return joined @ joined.t()
+
+
+READ_TWICE = {
+    "rms norm": _rms_norm,
+    "dropout": lambda x: torch.native_dropout(x * 2, 0.3, train=True)[0].pow(2),
+    "joined": _joined,
+}
+
+
+@pytest.mark.parametrize("function", READ_TWICE.values(), ids=READ_TWICE)
+def test_outer_hooks_give_what_several_recipes_read_back_once(function):
+    def run(scope):
+        torch.manual_seed(0)
+        x, stored = torch.randn(64, 64, requires_grad=True), {}
+
+        def pack(tensor):
+            key = object()
+            stored[key] = tensor.detach().clone()
+            return key
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, stored.pop), scope():
+            loss = function(x).float().sum()
+        return torch.autograd.grad(loss, x)
+
+    same_with_scope(run)
+
+
 def test_a_scope_that_fails_to_begin_leaves_no_hook(monkeypatch):
     def fail():
         raise RuntimeError

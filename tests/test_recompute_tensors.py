@@ -150,6 +150,28 @@ def test_kinds_that_are_kept():
     same_with_scope(run)
 
 
+CONJUGATES = {
+    "product": lambda z: (z * z.conj()).real,
+    "imaginary": lambda z: (z * z.conj()).imag * z.real,
+    "einsum": lambda z: torch.einsum("ij,ij->i", z, z.conj()).real,
+}
+
+
+@pytest.mark.parametrize("function", CONJUGATES.values(), ids=CONJUGATES)
+def test_second_derivatives_of_conjugates(function):
+    """What a conjugate view gives back in backward is a view of one that isn't conjugated, or the other way around."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        z = torch.randn(16, 16, dtype=torch.complex64, requires_grad=True)
+        with scope():
+            (grad,) = torch.autograd.grad(function(z).pow(2).sum(), z, create_graph=True)
+            penalty = grad.abs().square().sum()
+        return [torch.view_as_real(each) for each in torch.autograd.grad(penalty, z)]
+
+    same_with_scope(run)
+
+
 def test_subclass():
     class Mine(torch.Tensor):
         pass

@@ -75,20 +75,16 @@ at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
   return tensor.strides() == strides ? tensor : at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor);
 }
 
-// The half type that all elements of a float32 recipe came from, by movements alone, or undefined.
-at::ScalarType half_of(const Value& value) {
-  if (!value.is_recipe() || value.dtype != at::kFloat) {
-    return at::ScalarType::Undefined;
-  }
-  const bool is_cast = value.formula.is(formulas().cast);
-  if (!is_cast && !facts_of(value.formula).is_movement) {
+at::ScalarType half_of(const Value& recipe) {
+  const bool is_cast = recipe.formula.is(formulas().cast);
+  if (recipe.dtype != at::kFloat || (!is_cast && !facts_of(recipe.formula).is_movement)) {
     return at::ScalarType::Undefined;
   }
   auto result = at::ScalarType::Undefined;
-  for (const py::object& each : value.operands) {
+  for (const py::object& each : recipe.operands) {
     if (is_value(each)) {
       Value& operand = value_of(each);  // which a concatenation may cast itself
-      const at::ScalarType dtype = is_cast || is_half(operand.dtype_of()) ? operand.dtype_of() : half_of(operand);
+      const at::ScalarType dtype = is_cast || is_half(operand.dtype_of()) ? operand.dtype_of() : operand.half();
       if (!is_half(dtype) || (result != at::ScalarType::Undefined && result != dtype)) {
         return at::ScalarType::Undefined;
       }
@@ -134,16 +130,21 @@ at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, const py:
 }
 
 // A value all of whose elements came from a half type, in that dtype.
-at::Tensor in_half(Value& value) {
+at::Tensor in_half(Value& value, at::ScalarType half) {
   if (is_half(value.dtype_of())) {
     return value.tensor();
   }
   if (value.formula.is(formulas().cast)) {
     return value_of(value.operands[0]).tensor();
   }
+  // What others read, too, is computed for all of them: of movements of movements each would be computed anew.
+  const auto of_operand = [&](Value& operand) {
+    const bool is_shared = operand.readers > 1 && !operand.formula.is(formulas().cast);
+    return is_shared || operand.must_be_computed_once() ? operand.tensor().to(half) : in_half(operand, half);
+  };
   c10::SmallVector<py::object, 8> given;
   for (const py::object& each : value.operands) {
-    given.push_back(is_value(each) ? wrapped(in_half(value_of(each))) : each);
+    given.push_back(is_value(each) ? wrapped(of_operand(value_of(each))) : each);
   }
   bool is_new = false;
   return call(value.formula.ptr(), given, value.arguments, &is_new);
@@ -264,8 +265,8 @@ at::Tensor Value::compute(bool* is_temporary) {
     return *std::move(fused);
   }
   const bool is_back = is_cast_back(*this);
-  if (is_back || (!formula.is(formulas().cast) && half_of(*this) != at::ScalarType::Undefined)) {
-    const at::Tensor tensor = is_back ? in_half(value_of(operands[0])) : in_half(*this).to(at::kFloat);
+  if (is_back || (!formula.is(formulas().cast) && half() != at::ScalarType::Undefined)) {
+    const at::Tensor tensor = is_back ? in_half(value_of(operands[0]), dtype) : in_half(*this, half()).to(at::kFloat);
     return wanted ? in_strides(tensor, *wanted) : tensor;
   }
   if (formula.is(formulas().as_strided)) {
@@ -293,6 +294,16 @@ at::Tensor Value::compute(bool* is_temporary) {
     *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
   }
   return strided;
+}
+
+at::ScalarType Value::half() {
+  if (!is_recipe()) {  // yet
+    return at::ScalarType::Undefined;
+  }
+  if (!half_) {
+    half_ = half_of(*this);
+  }
+  return *half_;
 }
 
 py::object Value::fetch() {
@@ -338,8 +349,11 @@ at::Tensor Value::apply(bool* is_new) {
 }
 
 bool is_cast_back(const Value& value) {
-  return is_half(value.dtype) && value.is_recipe() && value.formula.is(formulas().cast) && is_value(value.operands[0]) &&
-         half_of(value_of(value.operands[0])) == value.dtype;
+  if (!is_half(value.dtype) || !value.is_recipe() || !value.formula.is(formulas().cast) || !is_value(value.operands[0])) {
+    return false;
+  }
+  Value& wide = value_of(value.operands[0]);
+  return wide.half() == value.dtype && !wide.must_be_computed_once();
 }
 
 namespace {

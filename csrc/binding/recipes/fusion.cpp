@@ -185,14 +185,15 @@ class Builder {
   }
 
   // Appends it if it can be part of this program and is better so. With other readers it is computed once for all of them,
-  // unless that would read no fewer tensors of the output's size than computing it here.
+  // unless that would read no fewer tensors of the output's size than computing it here and all may be read again.
   bool try_inline(const Value& reader, Value& value) {
     if (!can_be_inlined(reader, value) || ++attempts_ > kMaxAttempts) {
       return false;
     }
     const Builder before = *this;
-    Value* found = behind_view(reader, value);
-    if (found && append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
+    Value* found = value.must_be_computed_once() ? nullptr : behind_view(reader, value);
+    const bool may_be_twice = found && !found->must_be_computed_once();
+    if (may_be_twice && append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
       order_ = before.order_;
       return true;
     }
@@ -326,7 +327,8 @@ class Builder {
 
   bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
     // A mask that is broadcast isn't read eight at a time.
-    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) && value.sizes == reader.sizes;
+    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) && value.sizes == reader.sizes &&
+                         !value.must_be_computed_once();
     if (leaves_.size() == Program::kMaxOperands || (!order_.empty() && (is_bits || place != Place::broadcast)) ||
         (!is_bits && (!is_float(value.dtype_of()) || !adopt_half(value.dtype_of())))) {
       return false;

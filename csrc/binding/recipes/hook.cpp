@@ -61,6 +61,9 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
   if (!node || !tensor.is_alias_of(base)) {  // its .data may have been set
     return {};
   }
+  if (tensor.is_conj() != base.is_conj() || tensor.is_neg() != base.is_neg()) {  // a geometry says nothing of that
+    return {};
+  }
   if (!outer.is_none() && !is_dense(base.sizes(), base.strides())) {  // what the hooks outside give back may have other strides
     return {};
   }

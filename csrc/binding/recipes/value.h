@@ -70,6 +70,9 @@ struct Value {
   void check_unwritten() const;
   // Whether it follows from what the hooks around a scope have, which they may give back in one backward pass only.
   bool follows_from_outside() const;
+  bool must_be_computed_once() const { return readers > 1 && follows_from_outside(); }
+  // The half type that all elements of a float32 recipe came from, by movements alone, or undefined.
+  at::ScalarType half();
   bool has_given(const at::Tensor& tensor) const { return given_ && given_->is(tensor); }
   void leave_registry();
   // Takes over the version, sizes and strides of the tensor that it stands for.
@@ -133,6 +136,7 @@ struct Value {
   // The formula of the operands. `is_new`: nobody else has the result.
   at::Tensor apply(bool* is_new);
 
+  std::optional<at::ScalarType> half_;  // once it is known
   at::Tensor remembered_;
   int64_t remembered_stream_ = 0, remembered_version_ = 0;
   Pass* pass_ = nullptr;
