@@ -78,6 +78,21 @@ struct Interpreted {
   static constexpr int blocks = 1;  // or ptxas would spill registers for more
 };
 
+struct InterpretedAcrossRows : Interpreted {
+  static constexpr Spread spread = Spread::anywhere;
+};
+
+bool is_dense(const Program& program, const Program::Operand& operand) {
+  int64_t dense = 1;
+  for (int dim = 0; dim < program.dims; ++dim) {
+    if (operand.stride[dim] != dense) {
+      return false;
+    }
+    dense *= program.size[dim];
+  }
+  return true;
+}
+
 bool has_layout(const Program& program, const Instruction& instruction, int r, Layout layout, Spread spread) {
   const Reference& reference = instruction.reference[r];
   if (layout == Layout::number) {

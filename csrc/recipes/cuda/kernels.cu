@@ -64,6 +64,15 @@ bool is_in_vectors(const Program& program, int n) {
   return true;
 }
 
+// Whether vectors of n fit what lies as the output does, and each crosses the end of one row at most.
+bool is_across_rows(const Program& program, int n) {
+  const Program::Operand* const last = program.operand + program.operands;
+  return program.size[0] >= n && program.numel() % n == 0 && is_aligned(program.output, program.element, n) &&
+         std::all_of(program.operand, last, [&](const auto& operand) {
+           return !is_dense(program, operand) || is_aligned(operand.data, operand.element, n);
+         });
+}
+
 // Splits a single row into four, so that a thread has vectors of several.
 void split(Program* program) {
   constexpr int rows = 4, vector = 8;
@@ -98,6 +107,11 @@ bool start(Launch& launch, cudaStream_t stream) {
     launch.rows = 1;
     in_row = divide(program.numel() / n);
   }
+  if constexpr (!Form::is_known) {
+    for (int k = 0; k < program.operands; ++k) {
+      launch.is_dense[k] = is_dense(program, program.operand[k]);
+    }
+  }
   const int64_t threads = launch.rows * in_row;
   launch.vectors = Divisor(in_row, threads + kBlock);
   run_kernel<T, n, Form><<<static_cast<unsigned int>((threads + kBlock - 1) / kBlock), kBlock, 0, stream>>>(launch);
@@ -116,6 +130,7 @@ constexpr int two = 2, three = 3, more = 4, all = Program::kMaxDims;  // dimensi
 
 using Load = InstructionOf<Opcode::load, dense>;
 using LoadAny = InstructionOf<Opcode::load, dense_any>;
+using LoadAnywhere = InstructionOf<Opcode::load, any>;
 using Stash = InstructionOf<Opcode::stash>;
 using Clamp = InstructionOf<Opcode::clamp, number, number>;
 using Silu = InstructionOf<Opcode::silu>;
@@ -149,7 +164,8 @@ bool start_norm_of_columns(Launch& launch, cudaStream_t stream) {
   return start_form<
       T, n, Form<2, two, Load, Norm>, Form<2, two, Load, Norm, Clamp>, Form<2, two, Load, Norm, Add<dense>>,
       Form<2, two, Load, Norm, Add<dense>, Clamp>, Form<2, three, Load, Norm, Clamp, Multiply<gate>>,
-      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,  // stochastic depth
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,         // stochastic depth
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>,  // squeeze-and-excitation
       Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>>, Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
       Form<2, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(launch, stream);
 }
@@ -195,13 +211,18 @@ void start_common(Launch& launch, cudaStream_t stream) {
       start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column, column>>(launch, stream) ||
       start_form<
           T, n, Form<2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
-          Form<2, more, InstructionOf<Opcode::load, any>, LayerNorm>,  // transposed for attention
+          Form<2, more, LoadAnywhere, LayerNorm>,  // transposed for attention
           Form<2, two, Load, InstructionOf<Opcode::layer_norm, row, same_row, half_column, half_column>>,
           Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
           Form<1, two, LoadAny, Multiply<row>, Multiply<column>>, Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
-          Form<4, two, Load, LookUp, Multiply<dense>>,                            // SwiGLU
-          Form<2, two, LoadAny>, Form<2, all, InstructionOf<Opcode::load, any>>,  // repeated by upsampling
-          Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,           // GELU, composed
+          Form<4, two, Load, LookUp, Multiply<dense>>,                    // SwiGLU
+          Form<4, more, LoadAnywhere, LookUp, Multiply<any>>,             // the same of one tensor's halves
+          Form<4, two, Load, LookUp, Multiply<number>>,                   // scaled, as in nets without norms
+          Form<4, two, Load, Multiply<number>, LookUp, Multiply<dense>>,  // quick GELU
+          Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,              // repeated by upsampling
+          Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,        // scaled residuals
+          Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
+          Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
           Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,
           Form<2, two, LoadAny, Bits, Multiply<number>>,  // dropout
           Form<2, two, LoadAny, Bits, Multiply<number>, Add<dense_any>>,
@@ -220,12 +241,14 @@ void start_of_type(Launch& launch, cudaStream_t stream) {
   }
   if (!is_wide && is_in_vectors(launch.program, 8)) {
     start_common<T, 8>(launch, stream);
-  } else if (!is_in_vectors(launch.program, 4)) {
-    start<T, 1, Interpreted>(launch, stream);
-  } else if (is_all_float32) {
-    start_common<c10::BFloat16, 4>(launch, stream);
+  } else if (is_in_vectors(launch.program, 4)) {
+    is_all_float32 ? start_common<c10::BFloat16, 4>(launch, stream) : void(start<T, 4, Interpreted>(launch, stream));
+  } else if (!is_wide && is_across_rows(launch.program, 8)) {
+    start<T, 8, InterpretedAcrossRows>(launch, stream);
+  } else if (is_across_rows(launch.program, 4)) {
+    start<T, 4, InterpretedAcrossRows>(launch, stream);
   } else {
-    start<T, 4, Interpreted>(launch, stream);
+    start<T, 1, Interpreted>(launch, stream);
   }
 }
 

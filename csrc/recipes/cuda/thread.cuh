@@ -12,11 +12,12 @@ namespace {
 
 struct Launch {
   Program program;
-  Divisor vectors;                  // the number of threads in a row of threads
-  Divisor size[Program::kMaxDims];  // the program's dimensions
-  int64_t rows;                     // of threads
-  int64_t count;                    // of what a thread has several of: rows of the output, or vectors
-  int64_t distance;                 // between two of a thread's
+  Divisor vectors;                       // the number of threads in a row of threads
+  Divisor size[Program::kMaxDims];       // the program's dimensions
+  int64_t rows;                          // of threads
+  int64_t count;                         // of what a thread has several of: rows of the output, or vectors
+  int64_t distance;                      // between two of a thread's
+  bool is_dense[Program::kMaxOperands];  // whether it lies as the output does, for the interpreter
 };
 
 template <class T, int n, class Form>
@@ -38,6 +39,10 @@ class Thread {
         int64_t within = dense_[u];
         i = launch.size[0].divide(&within);
         rest_[u] = static_cast<int>(min(int64_t{n}, program_.size[0] - within));
+        if constexpr (!Form::is_known) {
+          inner_ = within;
+          find_row(i + 1, next_);
+        }
       }
       find_row(i, outer_[u]);
     }
@@ -119,7 +124,7 @@ class Thread {
     read<3 < references>(k, 3, d);
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
-      if constexpr (Form::spread == Spread::anywhere) {
+      if constexpr (Form::is_known && Form::spread == Spread::anywhere) {
         if (is_of_row(k, 0) && rest_[u] < n) {
           apply_to_two_rows<opcode>(k, u, a[u][0], b[u][0], c[u][0], d[u][0]);
           continue;
@@ -182,7 +187,7 @@ class Thread {
       return layout(k, r) == Layout::number || is_of_row(k, r);
     } else {
       const int of = reference(k, r).operand;
-      return of >= 0 ? operand(k, r).stride[0] == 0 : of == Reference::kNumber;
+      return of >= 0 ? Form::spread == Spread::columns && operand(k, r).stride[0] == 0 : of == Reference::kNumber;
     }
   }
 
@@ -235,8 +240,38 @@ class Thread {
       copy(stashed_[u], to);
     } else {
       const auto& of = operand(k, r);
+      if constexpr (!Form::is_known) {
+        if (launch_.is_dense[reference(k, r).operand]) {
+          return load<T>(of.data, element, false, dense_[u], to);
+        }
+        if constexpr (Form::spread == Spread::anywhere) {
+          return read_across_rows(of, element, to);
+        }
+      }
       const bool is_one_element = is_one(k, r) || (layout(k, r) == Layout::any && of.stride[0] == 0);
       load<T>(of.data, element, is_one_element, offset_of(k, r, u), to);
+    }
+  }
+
+  // Reads what doesn't lie as the output does for a vector that may cross the end of a row.
+  template <int size>
+  __device__ void read_across_rows(const Program::Operand& of, Element element, float (&to)[size]) const {
+    const int64_t here = offset_of(of, inner_, outer_[0]), next = offset_of(of, -rest_[0], next_);
+    if (of.stride[0] == 0) {
+      float first[1], second[1];
+      load<T>(of.data, element, true, here, first);
+      load<T>(of.data, element, true, rest_[0] < n ? next : here, second);
+#pragma unroll
+      for (int i = 0; i < size; ++i) {
+        to[i] = i < rest_[0] ? first[0] : second[0];
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < size; ++i) {
+      float one[1];
+      load<T>(of.data, element, true, (i < rest_[0] ? here : next) + i * of.stride[0], one);
+      to[i] = one[0];
     }
   }
 
@@ -318,6 +353,7 @@ class Thread {
   const Program& program_;
   int64_t inner_, dense_[Form::vectors], offset_[Form::vectors];
   Row outer_[Form::vectors];
+  Row next_;                 // the row after the vector's; of an interpreted program's Spread::anywhere
   int rest_[Form::vectors];  // how many of a vector's elements are of its first row; of Spread::anywhere
   float x_[Form::vectors][n], stashed_[Form::vectors][n];
 };
