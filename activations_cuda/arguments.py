@@ -53,6 +53,20 @@ def check_initialized(name: str, model: nn.Module) -> None:
         raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
 
 
+def _check_options(name, forward, kwargs):
+    """What is an argument of recompute() isn't taken for an input."""
+    for option in {"check", "convolutions"} & set(kwargs):
+        try:
+            is_input = option in signature(forward).parameters
+        except (TypeError, ValueError):  # it has no signature
+            return
+        if not is_input:
+            raise TypeError(
+                f"{name}: expected inputs of the model, got {option}, an argument of recompute(): call the model within "
+                f"`with activations_cuda.recompute({option}={kwargs[option]!r}):`"
+            )
+
+
 def arguments_of(
     name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -78,6 +92,7 @@ def arguments_of(
     if any(isinstance(module, fsdp) for module in model.modules()):
         raise TypeError(f"{name}: expected a model that isn't wrapped yet, got FullyShardedDataParallel: call {name} before it")
     called = unwrapped(model)
+    _check_options(name, called.forward, kwargs)
     is_plain = type(called).__call__ is nn.Module.__call__ and not hasattr(called.forward, "__wrapped__")
     if is_plain and not called._forward_pre_hooks:  # which may add arguments
         try:

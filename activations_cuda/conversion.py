@@ -58,10 +58,14 @@ def _check_classes(name, classes):
     return classes
 
 
+def _is_of_lightning(of):
+    return str(getattr(of, "__module__", "")).startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
 def _check_forward(model):
     """A class that is derived from the model's own must be what is called."""
     kind = original_of(type(model))
-    of_lightning = str(getattr(kind.forward, "__module__", "")).startswith(("lightning.pytorch.", "pytorch_lightning."))
+    of_lightning = _is_of_lightning(kind.forward)
     if kind.forward is nn.Module.forward or of_lightning or isinstance(model, torch.fx.GraphModule):
         net = "convert the net that it calls, or use" if of_lightning else "use"
         got = "a torch.fx.GraphModule" if isinstance(model, torch.fx.GraphModule) else kind.__name__
@@ -78,6 +82,12 @@ def _check_forward(model):
         raise ValueError(
             "convert: expected a model that calls its class's forward, got one with its own: convert it before accelerate's "
             "prepare, or whatever else sets a forward"
+        )
+    if any(map(_is_of_lightning, kind.__mro__)):
+        warnings.warn(
+            f"convert: with recompute=True only {kind.__name__}'s forward runs within the scope, which Lightning doesn't call: "
+            "if training_step doesn't either, convert the net that it calls",
+            stacklevel=3,
         )
 
 
@@ -97,9 +107,10 @@ def convert(
 
     Called with the inputs of the model's forward pass, ``convert(model, x, mask=mask)``, it runs that pass once on a copy of
     the model and on fake tensors, finds out which layers save which tensors, and converts exactly those calls whose conversion
-    lowers what autograd saves. The pass needs no GPU, about a second, and no memory unless it depends on tensors' values. It
-    reaches modules of any class whose forward calls one of PyTorch's activations, as a function or as a method. Training mode,
-    frozen parameters and autocast count as they are around the call.
+    lowers what autograd saves. The pass needs no GPU, about a second, and no memory; where it fails on fake tensors, e.g. since
+    it depends on values, it runs on copies of the parameters. It reaches modules of any class whose forward calls one of
+    PyTorch's activations, as a function or as a method. Training mode, frozen parameters and autocast count as they are around
+    the call.
 
     Without inputs, modules of exactly these classes of torch.nn are converted, except LeakyReLU in place: like ReLU, it saves
     its output, which the next layer usually saves too.
@@ -159,7 +170,7 @@ def convert(
         }
         others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
         kinds_found = _counted(original_of(type(module)) for module in functions)
-        reason = "" if in_scope or named else ": example inputs would tell whether they pay"
+        reason = "" if in_scope or named is not None else ": example inputs would tell whether they pay"
         left_alone = f"{others} left alone{reason}" if others else "no activation of the family"
         lines = [f"{kinds_found} converted" if kinds_found else left_alone]
         are_candidates = False
@@ -170,7 +181,7 @@ def convert(
     scoped = set(filter(recomputes, model.modules())) if surveyed or recompute else set()  # by an earlier call
     if recompute:
         scoped.add(unwrapped(model))
-    if scoped:
+    if any(original_of(type(module)) not in OURS for module in scoped):
         lines.append("the rest is recomputed")
     modules = {*functions, *scoped}
     kinds = {module: class_for(module, functions.get(module, frozenset()), module in scoped) for module in modules}
@@ -193,7 +204,7 @@ def _say(message, *arguments):
     if log.hasHandlers():
         log.info(message, *arguments)
     elif log.level <= logging.INFO and not log.disabled and log.manager.disable < logging.INFO:
-        print(message % arguments, file=sys.stderr)
+        print(f"activations_cuda.{message % arguments}", file=sys.stderr)
 
 
 FROZEN_AT_FIRST = gc.get_freeze_count()  # Python 3.12 starts with some
@@ -278,7 +289,11 @@ def revert(model: Model) -> Model:
     _say("revert: %s", kinds or "nothing")
     for found, what in (
         (hidden, "a forward that was set on the module may still call this package's; set it anew"),
-        (derived, "of a class that was derived since from the converted one, as by fully_shard: still converted"),
+        (
+            derived,
+            "of a class that was derived since from the converted one, as by fully_shard or a parametrization: still "
+            "converted; remove that, and revert again",
+        ),
     ):
         if found:
             warnings.warn(f"revert: {', '.join(found)}: {what}", stacklevel=2)
@@ -302,7 +317,7 @@ def converted(model: nn.Module) -> Counter[str]:
 
 
 class ConvertMode(FunctionMode):
-    """Within it PyTorch's activation functions are this package's: ``F.relu6``, ``torch.relu_``, what ``nn.Hardtanh`` calls.
+    """Within it PyTorch's activation functions, e.g. ``F.relu6`` and what ``nn.Hardtanh`` calls, are this package's.
 
     For calls outside of a model, which :func:`convert` doesn't reach::
 

@@ -106,7 +106,7 @@ def train():
 def main():
     info = activations_cuda.build_info()
     device, shape = choose_shape()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
     print(f"activations_cuda {info['version']}, torch {torch.__version__}, {name}, {shape} float32\n")
     print(COLUMNS.format("op", "pass", "equal", "saved, MiB", "PyTorch, MiB", "ms", "PyTorch, ms", "times faster", "GB/s"))
     all_equal = True

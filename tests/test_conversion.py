@@ -100,7 +100,7 @@ def test_a_smooth_activation_whose_output_is_saved(function):
         (lambda t: F.dropout(F.mish(t), 0.1, inplace=True), "its output is written to in place"),
         (
             lambda t: F.hardswish(t.float()).bfloat16(),
-            "saves less in bfloat16 and float16 only: train, and call convert, under torch.autocast",
+            "saves less in bfloat16 and float16 only: call convert under the torch.autocast you train with",
         ),
     ],
     ids=["added", "gated", "scaled", "dropped", "float32"],
@@ -306,6 +306,23 @@ def test_says_what_it_did(monkeypatch):
     messages.clear()
     activations_cuda.convert(nn.Linear(8, 8), example_inputs=torch.randn(9, 8))
     assert messages == ["convert: no activation of the family"]
+    messages.clear()
+    activations_cuda.convert(nn.Sequential(nn.ReLU6()), classes=[])
+    activations_cuda.convert(nn.ReLU6(), recompute=True)
+    assert messages == ["convert: 1 ReLU6 left alone", "convert: 1 ReLU6 converted"]
+
+
+class HasOptions(nn.Module):
+    def forward(self, x, *, check=True):
+        return x * check
+
+
+def test_options_of_the_scope_are_no_inputs():
+    for options in {"check": True}, {"convolutions": True}, {"x": torch.ones(3), "check": True}:
+        for function in activations_cuda.convert, activations_cuda.memory_report:
+            with pytest.raises(TypeError, match=r"an argument of recompute\(\): call the model within .with activations_cuda"):
+                function(nn.ReLU(), recompute=True, **options)
+    activations_cuda.convert(HasOptions(), torch.ones(3), check=False)
 
 
 @pytest.mark.parametrize("level, is_said", [(logging.NOTSET, True), (logging.WARNING, False)])
@@ -313,7 +330,7 @@ def test_where_nothing_handles_logs_it_is_printed(level, is_said, monkeypatch, c
     monkeypatch.setattr(log, "hasHandlers", lambda: False)
     monkeypatch.setattr(log, "level", level)
     activations_cuda.convert(nn.ReLU6())
-    assert ("convert: 1 ReLU6" in capsys.readouterr().err) == is_said
+    assert ("activations_cuda.convert: 1 ReLU6" in capsys.readouterr().err) == is_said
 
 
 @pytest.mark.parametrize("arguments", [{}, {"classes": [nn.ReLU6, nn.ReLU]}, {"recompute": True}], ids=str)

@@ -206,8 +206,14 @@ def test_lightning(precision, device, tmp_path, deterministic):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
+    class Callable(Module):
+        def forward(self, x):
+            return self.net(x)
+
     with pytest.raises(ValueError, match="got Module: convert the net that it calls"):
         activations_cuda.convert(Module(nn.Linear(1, 1)), recompute=True)
+    with pytest.warns(UserWarning, match="only Callable's forward runs within the scope, which Lightning doesn't call"):
+        activations_cuda.convert(Callable(nn.Linear(1, 1)), recompute=True)
 
     def train(net):
         module = Module(net)

@@ -195,6 +195,8 @@ def test_functions_that_are_suspended():
     for function in generate, wait, stream, Net:
         with pytest.raises(TypeError, match=function.__name__):
             recompute()(function)
+    with pytest.raises(TypeError, match="expected a function to decorate, got Tensor: call the model within it"):
+        recompute(nn.ReLU())(torch.ones(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -45,9 +45,9 @@ class recompute:
         loss.backward()
 
     The output of an inexpensive op, such as a normalization, an activation, an addition or a cast, whose operands are saved
-    anyway is replaced by a recipe, and computed again when the backward pass needs it. What each op repeats to the bit is
-    verified the first time that it runs with given sizes, dtypes and layouts: where it doesn't, the tensor is saved as ever.
-    So is what is smaller than 16 KiB. The model isn't modified. The scope holds for the calling thread and may be
+    anyway is replaced by a recipe, and computed again when the backward pass needs it. Each recipe is compared with its tensor
+    when the op first runs with given sizes, dtypes and layouts; where they differ, the tensor is saved as usual. So are tensors
+    smaller than 16 KiB. The model isn't modified. The scope holds for the calling thread and may be
     entered again within itself. It does nothing within torch.compile, torch.func's transforms and functions that non-reentrant
     checkpoint runs.
 
@@ -108,6 +108,9 @@ class recompute:
                 raise RuntimeError(f"recompute: {hook.mismatch}")
 
     def __call__(self, function: Function) -> Function:
+        if not callable(function):
+            hint = ": call the model within it, `with recompute(model):`" if self.model is not None else ""
+            raise TypeError(f"recompute: expected a function to decorate, got {type(function).__name__}{hint}")
         if isclass(function):
             raise TypeError(f"recompute: expected a function, got {function!r}: decorate its forward")
         if is_suspended(function):
