@@ -72,8 +72,23 @@ def gated(x):
     return recipe(x, torch.mul, silu(x, batch_norm(x)), numbers(*x.shape[:2], 1, 1))
 
 
+def gated_residual(x):
+    excited = recipe(x, torch.mul, batch_norm(x), numbers(*x.shape[:2], 1, 1))
+    return recipe(x, torch.relu, recipe(x, formulas.add, excited, torch.randn_like(x), arguments=(1,)))
+
+
 def swiglu(x):
     return recipe(x, torch.mul, silu(x, x), numbers(*x.shape))
+
+
+def swiglu_of_halves(x):
+    gate, up = x.chunk(2, -1)
+    like = up.contiguous()
+    return recipe(like, torch.mul, recipe(like, _C.silu, gate), up)
+
+
+def quick_gelu(x):
+    return recipe(x, torch.mul, recipe(x, torch.sigmoid, recipe(x, torch.mul, x, 1.702)), x)
 
 
 def dropout(x):
@@ -90,6 +105,7 @@ FORMS = {
     "batch norm, SiLU": (lambda: images(96), lambda x: silu(x, batch_norm(x)), 4),
     "batch norm, SiLU, gate": (lambda: images(96), gated, 4),
     "batch norm, residual, ReLU": (lambda: images(96), residual, 6),
+    "batch norm, gate, residual, ReLU": (lambda: images(96), gated_residual, 6),
     "batch norm of cuDNN, ReLU6": (lambda: images(96), lambda x: relu6(x, batch_norm(x, norms.batch_norm_scaled)), 4),
     "batch norm, contiguous": (lambda: images(96, memory_format=torch.contiguous_format), batch_norm, 4),
     "batch norm, ReLU6, contiguous, 7 x 7": (
@@ -103,8 +119,11 @@ FORMS = {
         4,
     ),
     "group norm, SiLU": (lambda: images(320, 32, torch.contiguous_format), lambda x: silu(x, group_norm(x)), 4),
+    "group norm, contiguous, 7 x 7": (lambda: images(320, 7, torch.contiguous_format), group_norm, 4),
     "layer norm": (lambda: numbers(ELEMENTS // 768, 768), layer_norm, 4),
     "SwiGLU": (lambda: numbers(ELEMENTS // 5632, 5632), swiglu, 6),
+    "SwiGLU of a tensor's halves": (lambda: numbers(ELEMENTS // 11264, 11264), swiglu_of_halves, 3),
+    "quick GELU": (lambda: numbers(ELEMENTS // 1024, 1024), quick_gelu, 4),
     "dropout": (lambda: numbers(ELEMENTS // 1024, 1024), dropout, 4.125),
     "gradient of SiLU after batch norm": (lambda: images(96), batch_norm, 6),
     "gradient of SiLU in float32": (lambda: images(96).float(), batch_norm, 12),
@@ -113,6 +132,7 @@ FORMS = {
         lambda x: relu6(x, recipe(x, torch.mul, relu6(x, batch_norm(x)), 0.5)),
         4,
     ),
+    "interpreted: norm, SiLU, 27 channels": (lambda: images(27), lambda x: silu(x, batch_norm(x)), 4),
 }
 
 
