@@ -77,6 +77,7 @@ CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
 
 VALUE = "csrc/binding/recipes/value.cpp"
+VALUE_HEADER = "csrc/binding/recipes/value.h"
 WEAK_TENSOR = "csrc/binding/recipes/weak_tensor.cpp"
 COMPUTING = "csrc/binding/recipes/computing.cpp"
 FUSION = "csrc/binding/recipes/fusion.cpp"
@@ -254,7 +255,10 @@ RECOMPUTE = [
     Mutant("a recipe's version, in place", HOOK, "value_of(value).replaced.reset();", ""),
     Mutant("a sharded weight is not copied", LEAVES, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
     Mutant("a gradient that isn't selected", INSTRUCTIONS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
-    Mutant("moved in float32", COMPUTING, "half_of(value_of(value.operands[0])) == value.dtype", "false"),
+    Mutant("moved in float32", COMPUTING, "wide.half() == value.dtype", "false"),
+    Mutant("movements of a half type computed anew", COMPUTING, "return is_shared || operand.must", "return operand.must"),
+    Mutant("hooks outside asked twice", VALUE_HEADER, "return readers > 1 && follows_from_outside();", "return false;"),
+    Mutant("a conjugate view by its geometry", HOOK, "if (tensor.is_conj() != base.is_conj() ||", "if (false &&"),
     Mutant("half types mixed", COMPUTING, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
     Mutant("a rule for every output", DERIVATION, "step.number && !(is_op", "false && !(is_op"),
     Mutant("the formula is not in the key", DERIVATION, "number_of_object(recipe.formula), ", ""),

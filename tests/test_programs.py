@@ -23,7 +23,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 PROGRAMS = {formula: facts.program for formula, facts in FORMULAS.items() if facts.program is not None}
 SPECIAL = math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 6.0, -3.0, 3.0, 0.5
 # In vectors of eight, of four, and in none; rows that end within vectors, of which the last thread has fewer.
-SHAPES = (4, 64, 8, 8), (2, 16, 14, 14), (3, 12, 7, 5), (2, 16, 3, 3), (1, 8, 3, 3), (1, 2, 1, 1)
+SHAPES = (4, 64, 8, 8), (2, 16, 14, 14), (3, 12, 7, 5), (2, 16, 3, 3), (1, 8, 3, 3), (2, 9, 8, 8), (2, 6, 6, 6), (1, 2, 1, 1)
 
 
 def numbers(shape, device, dtype=torch.float32):
