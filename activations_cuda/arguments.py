@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, cast
 
 import torch
@@ -53,14 +53,16 @@ def check_initialized(name: str, model: nn.Module) -> None:
         raise ValueError(f"{name}: expected a model whose parameters are initialized, got a lazy one: call it once")
 
 
-def _check_options(name, forward, kwargs):
+def _check_options(name, forward, args, kwargs):
     """What is an argument of recompute() isn't taken for an input."""
-    for option in {"check", "convolutions"} & set(kwargs):
-        try:
-            is_input = option in signature(forward).parameters
-        except (TypeError, ValueError):  # it has no signature
-            return
-        if not is_input:
+    options = {"check", "convolutions"} & set(kwargs)
+    try:
+        parameters = signature(forward).parameters if options else {}
+    except (TypeError, ValueError):  # it has no signature
+        return
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for option in options - set(parameters):
+        if not takes_any or not (args or set(kwargs) - options):  # a call without any input
             raise TypeError(
                 f"{name}: expected inputs of the model, got {option}, an argument of recompute(): call the model within "
                 f"`with activations_cuda.recompute({option}={kwargs[option]!r}):`"
@@ -92,7 +94,7 @@ def arguments_of(
     if any(isinstance(module, fsdp) for module in model.modules()):
         raise TypeError(f"{name}: expected a model that isn't wrapped yet, got FullyShardedDataParallel: call {name} before it")
     called = unwrapped(model)
-    _check_options(name, called.forward, kwargs)
+    _check_options(name, called.forward, args, kwargs)
     is_plain = type(called).__call__ is nn.Module.__call__ and not hasattr(called.forward, "__wrapped__")
     if is_plain and not called._forward_pre_hooks:  # which may add arguments
         try:

@@ -292,7 +292,7 @@ def revert(model: Model) -> Model:
         (
             derived,
             "of a class that was derived since from the converted one, as by fully_shard or a parametrization: still "
-            "converted; remove that, and revert again",
+            "converted; revert before fully_shard, and again after removing a parametrization",
         ),
     ):
         if found:

@@ -313,7 +313,7 @@ def test_says_what_it_did(monkeypatch):
 
 
 class HasOptions(nn.Module):
-    def forward(self, x, *, check=True):
+    def forward(self, x, *, check=True, **others):
         return x * check
 
 
@@ -322,7 +322,9 @@ def test_options_of_the_scope_are_no_inputs():
         for function in activations_cuda.convert, activations_cuda.memory_report:
             with pytest.raises(TypeError, match=r"an argument of recompute\(\): call the model within .with activations_cuda"):
                 function(nn.ReLU(), recompute=True, **options)
-    activations_cuda.convert(HasOptions(), torch.ones(3), check=False)
+    activations_cuda.convert(HasOptions(), torch.ones(3), check=False, convolutions=True)
+    with pytest.raises(TypeError, match="convolutions, an argument of recompute"):
+        activations_cuda.convert(HasOptions(), recompute=True, convolutions=True)
 
 
 @pytest.mark.parametrize("level, is_said", [(logging.NOTSET, True), (logging.WARNING, False)])

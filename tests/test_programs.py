@@ -495,6 +495,14 @@ def test_rounds_where_ops_round(dtype, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounds_between_operands_in_float32(dtype, device):
+    x, w = numbers((16, 64), device), numbers((16, 64), device)
+    half = _C.recipes.recipe(x.to(dtype), torch.Tensor.to, (x,), (dtype,))
+    wide = _C.recipes.recipe(x, torch.Tensor.to, (half,), (torch.float32,))
+    assert is_identical(fused(torch.mul, (wide, w), (), x), x.to(dtype).float() * w)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_power_by_a_tensor_has_no_table(dtype, device):
     model, x = nn.Module(), torch.rand(64, 64, device=device, dtype=dtype)
     model.exponent = nn.Parameter(torch.full((64,), 2.5, device=device, dtype=dtype))

@@ -545,16 +545,9 @@ def _rms_norm(x):
     return wide.bfloat16() * torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
 
 
-def _joined(x):
-    wide = (x.bfloat16() @ x.bfloat16()).float()
-    joined = torch.cat([wide, wide.roll(1, 1)], 1).bfloat16()
-    return joined @ joined.t()
-
-
 READ_TWICE = {
     "rms norm": _rms_norm,
     "dropout": lambda x: torch.native_dropout(x * 2, 0.3, train=True)[0].pow(2),
-    "joined": _joined,
 }
 
 

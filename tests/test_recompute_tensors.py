@@ -152,7 +152,6 @@ def test_kinds_that_are_kept():
 
 CONJUGATES = {
     "product": lambda z: (z * z.conj()).real,
-    "imaginary": lambda z: (z * z.conj()).imag * z.real,
     "einsum": lambda z: torch.einsum("ij,ij->i", z, z.conj()).real,
 }
 

@@ -129,26 +129,44 @@ at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, const py:
   return THPVariable_Unpack(result.ptr());
 }
 
-// A value all of whose elements came from a half type, in that dtype.
-at::Tensor in_half(Value& value, at::ScalarType half) {
-  if (is_half(value.dtype_of())) {
-    return value.tensor();
+// Computes values all of whose elements came from a half type, in that dtype.
+class InHalf {
+ public:
+  explicit InHalf(at::ScalarType half) : half_(half) {}
+
+  at::Tensor of(Value& value) {
+    if (is_half(value.dtype_of())) {
+      return value.tensor();
+    }
+    if (value.formula.is(formulas().cast)) {
+      return value_of(value.operands[0]).tensor();
+    }
+    c10::SmallVector<py::object, 8> given;
+    for (const py::object& each : value.operands) {
+      given.push_back(is_value(each) ? wrapped(of_operand(value_of(each))) : each);
+    }
+    bool is_new = false;
+    return call(value.formula.ptr(), given, value.arguments, &is_new);
   }
-  if (value.formula.is(formulas().cast)) {
-    return value_of(value.operands[0]).tensor();
+
+ private:
+  at::Tensor of_operand(Value& operand) {
+    if (operand.must_be_computed_once()) {
+      return operand.tensor().to(half_);
+    }
+    if (operand.readers < 2) {
+      return of(operand);
+    }
+    at::Tensor& known = known_[&operand];
+    if (!known.defined()) {
+      known = of(operand);
+    }
+    return known;
   }
-  // What others read, too, is computed for all of them: of movements of movements each would be computed anew.
-  const auto of_operand = [&](Value& operand) {
-    const bool is_shared = operand.readers > 1 && !operand.formula.is(formulas().cast);
-    return is_shared || operand.must_be_computed_once() ? operand.tensor().to(half) : in_half(operand, half);
-  };
-  c10::SmallVector<py::object, 8> given;
-  for (const py::object& each : value.operands) {
-    given.push_back(is_value(each) ? wrapped(of_operand(value_of(each))) : each);
-  }
-  bool is_new = false;
-  return call(value.formula.ptr(), given, value.arguments, &is_new);
-}
+
+  const at::ScalarType half_;
+  std::unordered_map<Value*, at::Tensor> known_;  // what has several readers: movements of movements meet it again and again
+};
 
 }  // namespace
 
@@ -266,7 +284,7 @@ at::Tensor Value::compute(bool* is_temporary) {
   }
   const bool is_back = is_cast_back(*this);
   if (is_back || (!formula.is(formulas().cast) && half() != at::ScalarType::Undefined)) {
-    const at::Tensor tensor = is_back ? in_half(value_of(operands[0]), dtype) : in_half(*this, half()).to(at::kFloat);
+    const at::Tensor tensor = is_back ? InHalf(dtype).of(value_of(operands[0])) : InHalf(half()).of(*this).to(at::kFloat);
     return wanted ? in_strides(tensor, *wanted) : tensor;
   }
   if (formula.is(formulas().as_strided)) {

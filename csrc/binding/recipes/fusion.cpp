@@ -327,8 +327,7 @@ class Builder {
 
   bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
     // A mask that is broadcast isn't read eight at a time.
-    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) && value.sizes == reader.sizes &&
-                         !value.must_be_computed_once();
+    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) && value.sizes == reader.sizes;
     if (leaves_.size() == Program::kMaxOperands || (!order_.empty() && (is_bits || place != Place::broadcast)) ||
         (!is_bits && (!is_float(value.dtype_of()) || !adopt_half(value.dtype_of())))) {
       return false;

@@ -114,7 +114,11 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   if (value.is_none()) {
     const at::NoGradGuard no_grad;
     const at::Tensor bits = assumes(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
-    value = recipe_of(ConfigurationOf::mask, "bits", formulas().unpack_mask, keep(bits, py::none(), outer), py::tuple(), owner);
+    const py::object kept = keep(bits, py::none(), outer);
+    value = recipe_of(ConfigurationOf::mask, "bits", formulas().unpack_mask, kept, py::tuple(), owner);
+    if (!outer.is_none()) {
+      ++value_of(kept).readers;  // programs read the bits past the mask, and the hooks outside may give them back only once
+    }
     value_of(value).replaced = counter;
     if (masks.size() >= many) {
       packed().forget_dead();

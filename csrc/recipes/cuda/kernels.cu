@@ -269,6 +269,9 @@ cudaError_t run(const Program& program, cudaStream_t stream) {
   for (int k = 0; k < program.operands; ++k) {
     has_float16 |= program.operand[k].element == Element::float16;
   }
+  for (int k = 0; k < program.instructions; ++k) {
+    has_float16 |= program.instruction[k].rounded_to == Element::float16;
+  }
   has_float16 ? start_of_type<c10::Half>(launch, stream) : start_of_type<c10::BFloat16>(launch, stream);
   return cudaGetLastError();
 }
