@@ -141,7 +141,7 @@ def test_figures_of_alternatives():
 def test_figures_of_batches():
     result = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-batches.json").read_text())
     lines = [f"| {row['model']} | {row['eager']} | {row['converted']} | {row['recompute']} |" for row in result["rows"]]
-    assert "\n".join(lines) in BENCHMARKS and f"may have {result['cap_gib']:.0f} GiB" in BENCHMARKS
+    assert "\n".join(lines) in BENCHMARKS and f"limited to {result['cap_gib']:.0f} GiB" in BENCHMARKS
 
 
 @FROM_SOURCE
