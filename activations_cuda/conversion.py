@@ -179,9 +179,9 @@ def convert(
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
     functions = {_originals.get(module, module): names for module, names in functions.items()}
     scoped = set(filter(recomputes, model.modules())) if surveyed or recompute else set()  # by an earlier call
-    if recompute:
+    if recompute and original_of(type(unwrapped(model))) not in OURS:
         scoped.add(unwrapped(model))
-    if any(original_of(type(module)) not in OURS for module in scoped):
+    if scoped:
         lines.append("the rest is recomputed")
     modules = {*functions, *scoped}
     kinds = {module: class_for(module, functions.get(module, frozenset()), module in scoped) for module in modules}

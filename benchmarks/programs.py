@@ -60,21 +60,12 @@ def silu(x, value):
     return recipe(x, _C.silu, value)
 
 
-def residual(x):
-    return recipe(
-        x,
-        torch.relu,
-        recipe(x, formulas.add, batch_norm(x), numbers(*x.shape).to(memory_format=torch.channels_last), arguments=(1,)),
-    )
+def residual(x, value):
+    return recipe(x, torch.relu, recipe(x, formulas.add, value, torch.randn_like(x), arguments=(1,)))
 
 
-def gated(x):
-    return recipe(x, torch.mul, silu(x, batch_norm(x)), numbers(*x.shape[:2], 1, 1))
-
-
-def gated_residual(x):
-    excited = recipe(x, torch.mul, batch_norm(x), numbers(*x.shape[:2], 1, 1))
-    return recipe(x, torch.relu, recipe(x, formulas.add, excited, torch.randn_like(x), arguments=(1,)))
+def gated(x, value):
+    return recipe(x, torch.mul, value, numbers(*x.shape[:2], 1, 1))
 
 
 def swiglu(x):
@@ -103,9 +94,9 @@ FORMS = {
     "batch norm, ReLU6, 96": (lambda: images(96), lambda x: relu6(x, batch_norm(x)), 4),
     "batch norm, ReLU6, 1024": (lambda: images(1024, 16), lambda x: relu6(x, batch_norm(x)), 4),
     "batch norm, SiLU": (lambda: images(96), lambda x: silu(x, batch_norm(x)), 4),
-    "batch norm, SiLU, gate": (lambda: images(96), gated, 4),
-    "batch norm, residual, ReLU": (lambda: images(96), residual, 6),
-    "batch norm, gate, residual, ReLU": (lambda: images(96), gated_residual, 6),
+    "batch norm, SiLU, gate": (lambda: images(96), lambda x: gated(x, silu(x, batch_norm(x))), 4),
+    "batch norm, residual, ReLU": (lambda: images(96), lambda x: residual(x, batch_norm(x)), 6),
+    "batch norm, gate, residual, ReLU": (lambda: images(96), lambda x: residual(x, gated(x, batch_norm(x))), 6),
     "batch norm of cuDNN, ReLU6": (lambda: images(96), lambda x: relu6(x, batch_norm(x, norms.batch_norm_scaled)), 4),
     "batch norm, contiguous": (lambda: images(96, memory_format=torch.contiguous_format), batch_norm, 4),
     "batch norm, ReLU6, contiguous, 7 x 7": (

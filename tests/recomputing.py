@@ -173,6 +173,18 @@ def copying_hooks(memory_format=torch.preserve_format):
     return torch.autograd.graph.saved_tensors_hooks(partial(torch.clone, memory_format=memory_format), lambda tensor: tensor)
 
 
+def forgetful_hooks():
+    """As of an offloader that forgets what it has given back."""
+    store = {}
+
+    def pack(tensor):
+        key = object()
+        store[key] = tensor.detach().clone()
+        return key
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, store.pop)
+
+
 class Modifies(torch.autograd.Function):
     """Its backward modifies what it alone has saved, which somebody holds from then on."""
 

@@ -309,7 +309,8 @@ def test_says_what_it_did(monkeypatch):
     messages.clear()
     activations_cuda.convert(nn.Sequential(nn.ReLU6()), classes=[])
     activations_cuda.convert(nn.ReLU6(), recompute=True)
-    assert messages == ["convert: 1 ReLU6 left alone", "convert: 1 ReLU6 converted"]
+    assert type(activations_cuda.convert(nn.ReLU(), recompute=True)) is nn.ReLU
+    assert messages == ["convert: 1 ReLU6 left alone", "convert: 1 ReLU6 converted", "convert: 1 ReLU left alone"]
 
 
 class HasOptions(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import activations_cuda
 from activations_cuda import _C, GELU, SiLU, recompute
 from activations_cuda.recipes import scope
-from recomputing import Keep, Scope, copying_hooks, gradients, same_with_scope, small_net, top_hooks
+from recomputing import Keep, Scope, copying_hooks, forgetful_hooks, gradients, same_with_scope, small_net, top_hooks
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
@@ -39,15 +39,9 @@ def test_outer_hooks_that_give_inference_tensors(function):
 
 def test_outer_hooks_give_a_mask_back_once():
     """To the pass of their scope, and not to another scope's."""
-    store = {}
-
-    def pack(tensor):
-        store[len(store) + 1000] = tensor.clone()
-        return max(store)
-
     x, weight = (torch.randn(64, 512, requires_grad=True) for _ in range(2))
     mask = torch.rand(64, 512) > 0.5
-    with torch.autograd.graph.saved_tensors_hooks(pack, store.pop), recompute():
+    with forgetful_hooks(), recompute():
         y = torch.where(mask, x, 0.0)
     with recompute():
         (grad,) = torch.autograd.grad(y, x, weight, create_graph=True)
@@ -472,25 +466,12 @@ def test_softshrink_of_a_layout_that_hooks_change():
 
 
 def test_mask_of_several_scopes_is_given_back_once_by_each():
-    """As by an offloader that forgets what it has given back."""
-
-    class Offloader:
-        def __init__(self):
-            self.store = {}
-
-        def pack(self, tensor):
-            self.store[len(self.store)] = tensor.clone()
-            return len(self.store) - 1
-
-        def unpack(self, key):
-            return self.store.pop(key)
-
     def run(scope):
         torch.manual_seed(0)
-        offloader, x = Offloader(), torch.randn(64, 64, requires_grad=True)
+        x = torch.randn(64, 64, requires_grad=True)
         mask, losses = torch.rand(64, 64) > 0.5, []
         for i in range(2):
-            with torch.autograd.graph.saved_tensors_hooks(offloader.pack, offloader.unpack), scope():
+            with forgetful_hooks(), scope():
                 losses.append(torch.where(mask, x * i, x).sum())
         for loss in losses:
             loss.backward()
@@ -523,15 +504,10 @@ def test_hooks_of_others_are_not_called():
 def test_hooks_that_unpack_once():
     def run(scope):
         torch.manual_seed(0)
-        x, stored = torch.randn(16, 16, requires_grad=True), {}
-
-        def pack(tensor):
-            stored[len(stored)] = tensor.detach()
-            return len(stored) - 1
-
+        x = torch.randn(16, 16, requires_grad=True)
         with scope():
             y = x * 2
-            with torch.autograd.graph.saved_tensors_hooks(pack, stored.pop):
+            with forgetful_hooks():
                 z = F.dropout(F.batch_norm(y, None, None, training=True), 0.2).masked_fill(x > 1, 0)
             loss = (z.exp() * z.relu()).sum()
         return torch.autograd.grad(loss, x)
@@ -555,14 +531,8 @@ READ_TWICE = {
 def test_outer_hooks_give_what_several_recipes_read_back_once(function):
     def run(scope):
         torch.manual_seed(0)
-        x, stored = torch.randn(64, 64, requires_grad=True), {}
-
-        def pack(tensor):
-            key = object()
-            stored[key] = tensor.detach().clone()
-            return key
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, stored.pop), scope():
+        x = torch.randn(64, 64, requires_grad=True)
+        with forgetful_hooks(), scope():
             loss = function(x).float().sum()
         return torch.autograd.grad(loss, x)
 
