@@ -191,9 +191,8 @@ class Builder {
       return false;
     }
     const Builder before = *this;
-    Value* found = value.must_be_computed_once() ? nullptr : behind_view(reader, value);
-    const bool may_be_twice = found && !found->must_be_computed_once();
-    if (may_be_twice && append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
+    Value* found = behind_view(reader, value);
+    if (found && append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
       order_ = before.order_;
       return true;
     }
@@ -211,7 +210,7 @@ class Builder {
       return &value;
     }
     Value* const found = is_value(value.operands[0]) ? &value_of(value.operands[0]) : nullptr;
-    if (!found || !found->is_recipe() || found->remembers()) {
+    if (!found || !may_be_part(*found)) {
       return nullptr;
     }
     if (is_reshape) {
@@ -243,8 +242,12 @@ class Builder {
     attempts_ = attempts;
   }
 
-  bool can_be_inlined(const Value& reader, const Value& value) const {
-    return value.is_recipe() && !value.remembers() && !is_cast_back(value) && value.sizes == reader.sizes;
+  static bool may_be_part(const Value& value) {
+    return value.is_recipe() && !value.remembers() && !value.must_be_computed_once();
+  }
+
+  static bool can_be_inlined(const Value& reader, const Value& value) {
+    return may_be_part(value) && !is_cast_back(value) && value.sizes == reader.sizes;
   }
 
   // x + alpha * y or x * y, where either may be part of the program, or both.

@@ -248,7 +248,7 @@ at::Tensor Value::give() {
     if (given_) {
       leave(givers(), given_->memory(), this);
     }
-    given_.emplace(result);
+    given_ = std::make_unique<const WeakTensor>(result);
     if (!output_.first) {
       givers()[given_->memory()] = this;
     }

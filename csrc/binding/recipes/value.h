@@ -140,7 +140,7 @@ struct Value {
   at::Tensor remembered_;
   int64_t remembered_stream_ = 0, remembered_version_ = 0;
   Pass* pass_ = nullptr;
-  std::optional<WeakTensor> given_;
+  std::unique_ptr<const WeakTensor> given_;
 
   Output output_ = {nullptr, 0};  // whose value it was noted to be
   std::optional<WeakNode> node_;

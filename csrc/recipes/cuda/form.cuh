@@ -1,6 +1,8 @@
 // A form: the instructions of a common program, and how its operands lie in memory, known when the kernel is compiled.
 #pragma once
 
+#include <algorithm>
+
 #include "../program.h"
 
 namespace fastact::cuda {
@@ -105,39 +107,31 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
     return false;
   }
   const auto& operand = program.operand[reference.operand];
-  const bool is_half = operand.element == Element::float16 || operand.element == Element::bfloat16;
-  int64_t dense = 1;
-  for (int dim = 0; dim < program.dims; ++dim) {
-    const int64_t stride = operand.stride[dim];
-    const auto fits = [&] {
-      switch (layout) {
-        case Layout::dense:
-          return stride == dense && operand.element == program.element;
-        case Layout::dense_any:
-          return stride == dense && operand.element != Element::bit;
-        case Layout::bits:
-          return stride == dense && operand.element == Element::bit;
-        case Layout::column:
-          return stride == (dim == 0) && operand.element == Element::float32;
-        case Layout::half_column:
-          return stride == (dim == 0) && is_half;
-        case Layout::row:
-          return (dim > 0 || stride == 0) && operand.element == Element::float32;
-        case Layout::gate:
-          return (dim > 0 || stride == (spread == Spread::columns)) && operand.element == program.element;
-        case Layout::same_row:
-          return stride == program.operand[instruction.reference[r - 1].operand].stride[dim] &&
-                 operand.element == Element::float32;
-        default:
-          return true;
-      }
-    };
-    if (!fits()) {
-      return false;
-    }
-    dense *= program.size[dim];
+  const bool is_float = operand.element == Element::float32, is_bit = operand.element == Element::bit;
+  const int64_t *strides = operand.stride, *last = strides + program.dims;
+  const auto is_column = [&] {
+    return strides[0] == 1 && std::all_of(strides + 1, last, [](int64_t each) { return each == 0; });
+  };
+  switch (layout) {
+    case Layout::dense:
+      return operand.element == program.element && is_dense(program, operand);
+    case Layout::dense_any:
+      return !is_bit && is_dense(program, operand);
+    case Layout::bits:
+      return is_bit && is_dense(program, operand);
+    case Layout::column:
+      return is_float && is_column();
+    case Layout::half_column:
+      return !is_float && !is_bit && is_column();
+    case Layout::row:
+      return is_float && strides[0] == 0;
+    case Layout::gate:
+      return operand.element == program.element && strides[0] == (spread == Spread::columns);
+    case Layout::same_row:
+      return is_float && std::equal(strides, last, program.operand[instruction.reference[r - 1].operand].stride);
+    default:
+      return true;
   }
-  return true;
 }
 
 template <int n, class Form>
