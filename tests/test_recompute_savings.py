@@ -13,6 +13,7 @@ from torch import nn
 from activations_cuda import _C, convert, recompute
 from activations_cuda.recipes import hook
 from activations_cuda.recipes.formulas import same
+from activations_cuda.recipes.rules import RULES
 from recomputing import Keep, Modifies, Plain, Scope, WritesToSaved, assert_same, bytes_of, compare, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -423,6 +424,56 @@ def test_what_several_ops_compute_of_the_same_is_computed_once(device):
     first, *others = casts
     assert [cast.formula for cast in others] == [same, same] and {cast.operands[0] for cast in others} == {first}
     del loss
+
+
+def test_a_stream_that_nobody_has_saved_is_searched_once(monkeypatch):
+    """Not to its beginning at each of its readers, as where autocast's convolutions read a residual stream."""
+    sums = []
+
+    def add(step):
+        sums.append(step.node)
+        return torch.add, (step.operand(0), step.operand(1)), ()
+
+    monkeypatch.setitem(RULES, "AddBackward0", add)
+    layers = [nn.Linear(64, 64, bias=False).bfloat16() for _ in range(12)]
+    with recompute():
+        stream = F.linear(torch.randn(64, 64), torch.randn(64, 64, requires_grad=True))
+        for layer in layers:
+            stream = stream + layer(stream.bfloat16())
+    assert 0 < len(sums) <= len(layers)
+
+
+def _saves_a_recipe(output):
+    (saved,) = output.grad_fn._raw_saved_tensors
+    return saved.data.is_recipe
+
+
+def test_what_does_not_follow_yet_may_follow_later():
+    a, b = (F.linear(torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)) for _ in range(2))
+    with recompute():
+        total = a + b
+        before = Keep.apply(total.relu())
+        kept = Keep.apply(a), Keep.apply(b)
+        after = Keep.apply(total.sin())
+    assert [_saves_a_recipe(each) for each in (before, *kept, after)] == [False, False, False, True]
+
+
+def test_what_is_too_deep_for_one_reader_may_do_for_another():
+    with recompute():
+        steps = [F.silu(torch.randn(64, 64, requires_grad=True))]
+        for _ in range(40):
+            steps.append(-steps[-1])
+        assert not _saves_a_recipe(Keep.apply(steps[-1]))
+        assert _saves_a_recipe(Keep.apply(steps[16]))
+
+
+def test_what_does_not_follow_by_some_rules_may_by_others():
+    conv = nn.Conv2d(16, 16, 3, groups=16)
+    with recompute():
+        h = conv(torch.randn(4, 16, 16, 16))
+        assert not _saves_a_recipe(Keep.apply(h.relu()))
+        with recompute(convolutions=True):
+            assert _saves_a_recipe(Keep.apply(h.sin()))
 
 
 FUNCTIONS_OF_A_NUMBER = {

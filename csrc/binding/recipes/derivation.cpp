@@ -36,9 +36,7 @@ thread_local Derivation* Derivation::current = nullptr;
 Derivation::~Derivation() {
   current = outer;
   for (const auto& [output, value] : between) {
-    if (value.first) {
-      drop(value_of(value.first));
-    }
+    drop(value_of(value.first));
   }
 }
 
@@ -53,7 +51,7 @@ void Derivation::keep_operands_of(const py::object& recipe) {
       left.insert(left.end(), operands.begin(), operands.end());
     }
   }
-  const auto is_other = [&](const py::object& value) { return value && found.count(value.ptr()) == 0; };
+  const auto is_other = [&](const py::object& value) { return found.count(value.ptr()) == 0; };
   untried.erase(
       std::remove_if(untried.begin(), untried.end(), [&](const auto& each) { return is_other(each.first); }), untried.end());
   for (auto each = between.begin(); each != between.end();) {
@@ -114,9 +112,7 @@ bool choose(const py::object& object) {
     recipe.fuses = known->second.fuses;
     return true;
   }
-  if (Derivation::current) {
-    Derivation::current->untried.emplace_back(object, recipe.formula);
-  }
+  Derivation::current->untried.emplace_back(object, recipe.formula);
   return true;
 }
 
@@ -274,6 +270,12 @@ bool by_op(Step& step, const OpRule& rule, Value& recipe) {
   if (rule.is_joined) {
     return by_joining(step, rule.formula, argument(step, rule.arguments[0]), recipe);
   }
+  for (size_t i = 0; i < rule.operands.size() && rule.operands[i].has_edge; ++i) {
+    const torch::autograd::Edge& edge = step.node->next_edge(i);
+    if (edge.function && underivable().contains(edge.function, edge.input_nr)) {  // before any other is derived
+      return false;
+    }
+  }
   recipe.formula = rule.formula;
   for (size_t i = 0; i < rule.operands.size(); ++i) {
     const auto& [saved_as, has_edge] = rule.operands[i];
@@ -384,7 +386,11 @@ py::object derive(Step step) {
   const py::object rules = attribute(step.hook, NAME("rules"));  // by the names of nodes
   const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
   const bool is_op = rule && py::type::handle_of(rule).is(callbacks().op_type);
-  if (step.depth > kMaxDepth || (step.number && !(is_op && op_of(rule).is_of_each_output))) {
+  if (step.depth > kMaxDepth) {
+    Derivation::current->is_cut = true;
+    return {};
+  }
+  if (step.number && !(is_op && op_of(rule).is_of_each_output)) {
     return {};
   }
   const auto made = [&](const auto& describe) {
@@ -392,9 +398,7 @@ py::object derive(Step step) {
     if (describe(value_of(recipe)) && complete(step, name, recipe)) {
       return recipe;
     }
-    if (Derivation::current) {
-      Derivation::current->has_failed_attempts = true;
-    }
+    Derivation::current->has_failed_attempts = true;
     return py::object();
   };
   if (!rule) {
@@ -424,7 +428,11 @@ bool assumes(py::handle hook) {
 
 py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor) {
   Derivation derivation;
+  underivable().begin({PyLong_AsLongLong(attribute(hook, NAME("begins")).ptr()), attribute(hook, NAME("rules")).ptr()});
   py::object object = derive({hook, node, number, &tensor, 0});
+  if (derivation.is_cut) {
+    underivable().forget();
+  }
   if (!object) {
     return {};
   }
@@ -443,9 +451,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
     return {};
   }
   for (const auto& [output, value] : derivation.between) {
-    if (value.first) {
-      note(value.first, value.second, output.second);
-    }
+    note(value.first, value.second, output.second);
   }
   derivation.between.clear();
   return object;

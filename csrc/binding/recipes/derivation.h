@@ -13,7 +13,7 @@
 namespace fastact::recipes {
 
 // The state of one derivation: `untried`, the recipes that must be verified, with the formulas that the rules gave them;
-// `between`, recipes not yet handed out; null for an output that has none, so that this is found out once.
+// `between`, recipes not yet handed out.
 struct Derivation {
   Derivation() : outer(current) { current = this; }
   Derivation(const Derivation&) = delete;
@@ -22,6 +22,7 @@ struct Derivation {
   std::vector<std::pair<py::object, py::object>> untried;
   std::map<Output, std::pair<py::object, NodePointer>> between;
   bool has_failed_attempts = false;
+  bool is_cut = false;  // somewhere at the greatest depth: what failed there may succeed by a shorter way
   Derivation* outer;
   static thread_local Derivation* current;
 

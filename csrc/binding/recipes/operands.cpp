@@ -60,23 +60,23 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
   if (value && is_of_leaf && !value_of(value).is_current()) {
     value = py::object();  // of a graph that had it before it was written to
   }
-  if (!value && Derivation::current) {
-    auto& between = Derivation::current->between;
+  auto& between = Derivation::current->between;
+  if (!value) {
     const auto found = between.find({node.get(), number});
-    if (found != between.end()) {
-      value = found->second.first;
-      if (!value) {
-        return {};
-      }
-    }
+    value = found != between.end() ? found->second.first : py::object();
   }
   if (!value) {
     if (is_of_leaf) {
       return find_leaf(leaf_of(*node), reader, node, number, depth);
     }
+    if (underivable().contains(node, number)) {
+      return {};
+    }
     value = derive({hook, node, number, nullptr, depth});
-    if (Derivation::current) {
-      Derivation::current->between[{node.get(), number}] = {value, node};
+    if (value) {
+      between[{node.get(), number}] = {value, node};
+    } else {
+      underivable().add(node, number);
     }
   } else if (!value_of(value).is_current() || follows_from_private(value_of(value))) {
     return {};

@@ -36,6 +36,7 @@ auto& registry() {
   return values;
 }
 
+constexpr size_t kMaxUnderivable = 1024;     // a scope around a whole training would collect them
 constexpr uint64_t kNodesBetweenEqual = 64;  // attention's three projections make about 20
 
 // By a recipe's first operand and its configuration, the latest.
@@ -230,6 +231,7 @@ void note(const py::object& object, const NodePointer& node, uint32_t number) {
   value.output_ = {node.get(), number};
   value.node_ = weak(node);
   registry()[value.output_] = &value;
+  underivable().forget_if_among(value.output_);
 }
 
 py::object noted(const NodePointer& node, uint32_t number) {
@@ -238,6 +240,33 @@ py::object noted(const NodePointer& node, uint32_t number) {
     return {};
   }
   return object_of(*found->second);
+}
+
+void Underivable::begin(Key key) {
+  if (key != key_ || outputs_.size() > kMaxUnderivable) {
+    key_ = key;
+    forget();
+  }
+}
+
+void Underivable::add(const NodePointer& node, uint32_t number) {
+  outputs_.insert_or_assign({node.get(), number}, weak(node));
+}
+
+bool Underivable::contains(const NodePointer& node, uint32_t number) const {
+  const auto found = outputs_.find({node.get(), number});
+  return found != outputs_.end() && !found->second.expired();
+}
+
+void Underivable::forget_if_among(const Output& output) {
+  if (outputs_.count(output) > 0) {
+    forget();
+  }
+}
+
+Underivable& underivable() {
+  static thread_local Underivable outputs;
+  return outputs;
 }
 
 at::Tensor Value::give() {

@@ -11,6 +11,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -168,6 +169,24 @@ int64_t configuration_of(Value& value);
 // addresses are used again.
 void note(const py::object& value, const NodePointer& node, uint32_t number);
 py::object noted(const NodePointer& node, uint32_t number);
+
+// Outputs that don't follow from what is noted, for the scope and rules of this key: so a residual stream that nobody has saved
+// isn't searched to its beginning at each of its readers. Forgotten when one of them is noted, since others may follow from it.
+struct Underivable {
+  using Key = std::pair<int64_t, const PyObject*>;
+
+  void begin(Key key);  // a derivation
+  void add(const NodePointer& node, uint32_t number);
+  bool contains(const NodePointer& node, uint32_t number) const;
+  void forget_if_among(const Output& output);
+  void forget() { outputs_.clear(); }
+
+ private:
+  Key key_ = {-1, nullptr};
+  std::map<Output, WeakNode> outputs_;
+};
+
+Underivable& underivable();
 
 // From a tensor that no node has made, as a mask, to the value that gave it to a backward pass, or null.
 py::object given(const at::Tensor& tensor);
