@@ -394,6 +394,34 @@ def test_batch_norm_of_columns_of_a_table(strided, dtype, device):
     same_with_scope(run)
 
 
+UNDER_VMAP = {  # whose rules call the op without weight and bias, and apply those themselves
+    "group norm": (lambda x, w, b: F.group_norm(x, 4, w, b), (2, 2, 32, 8, 8), torch.bfloat16),
+    "batch norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (1, 2, 32, 16, 16), torch.float32),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (32,), w, b), (2, 16, 32), torch.float32),
+}
+
+
+@pytest.mark.parametrize("batched", ["input", "all"])
+@pytest.mark.parametrize("norm", UNDER_VMAP)
+def test_a_frozen_bias_under_vmap(norm, batched, device):
+    _C.recipes.forget_chosen()
+    function, shape, dtype = UNDER_VMAP[norm]
+    dims = (0, 0, 0) if batched == "all" else (0, None, None)
+    vectors = (shape[0], 32) if batched == "all" else (32,)
+
+    def run(scope):
+        torch.manual_seed(0)
+        w, result = torch.ones(vectors, dtype=dtype, device=device, requires_grad=True), []
+        for number in (0.0, 3.0):
+            x, b = torch.randn(shape, device=device).to(dtype), torch.full(vectors, number, dtype=dtype, device=device)
+            with scope():
+                loss = torch.vmap(function, dims)(x.requires_grad_(), w, b).float().square().sum()
+            result += torch.autograd.grad(loss, [x, w])
+        return result
+
+    same_with_scope(run)
+
+
 def test_a_function_that_was_replaced_before_the_import():
     """Its variables are its own, whatever their names."""
     program = """if True:

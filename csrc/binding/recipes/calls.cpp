@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -65,6 +67,15 @@ bool is_number(const py::object& object) {
   return PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr());
 }
 
+// Whether the function is given what vmap wraps: it may call the op without weight and bias, and apply those itself.
+bool is_transformed(const RunningNorm& norm) {
+  const std::initializer_list<PyObject*> operands = {NAME("input"), NAME("weight"), NAME("bias")};
+  return std::any_of(operands.begin(), operands.end(), [&](PyObject* name) {
+    const py::object each = norm.variable(name);
+    return THPVariable_Check(each.ptr()) && !THPVariable_Unpack(each.ptr()).has_storage();
+  });
+}
+
 bool is_tensor(const py::object& object, const at::Tensor& tensor) {
   return THPVariable_Check(object.ptr()) && THPVariable_Unpack(object.ptr()).is_same(tensor);
 }
@@ -82,7 +93,7 @@ void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
     return;
   }
   const std::optional<RunningNorm> norm = running_norm(is_wrapped);
-  if (!norm) {
+  if (!norm || is_transformed(*norm)) {
     return;
   }
   const NormFunctions& norms = callbacks().norm_functions;
