@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import signal
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -126,4 +127,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # or `| head` would be an error
     sys.exit(main())

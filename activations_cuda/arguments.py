@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from activations_cuda.recipes.scope import recompute
+from activations_cuda.replacements import original_of
 
 PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
 OF_RECOMPUTE = {name for name, each in signature(recompute).parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
@@ -94,11 +95,12 @@ def arguments_of(
         kind = type(inputs).__name__
         raise TypeError(f"{name}: expected example inputs to be tensors, a tuple of arguments or a dict, got {kind}")
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    if any(isinstance(module, fsdp) for module in model.modules()):
+    if any(isinstance(module, fsdp) for module in nn.Module.modules(model)):  # past a `modules` of the model's own
         raise TypeError(f"{name}: expected a model that isn't wrapped yet, got FullyShardedDataParallel: call {name} before it")
     called = unwrapped(model)
     _check_options(name, called.forward, args, kwargs)
-    is_plain = type(called).__call__ is nn.Module.__call__ and not hasattr(called.forward, "__wrapped__")
+    forward = vars(called).get("forward", cast(Any, original_of(type(called))).forward)
+    is_plain = type(called).__call__ is nn.Module.__call__ and not hasattr(forward, "__wrapped__")
     if is_plain and not called._forward_pre_hooks:  # which may add arguments
         try:
             signature(called.forward).bind(*args, **kwargs)

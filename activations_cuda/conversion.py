@@ -159,16 +159,16 @@ def convert(
         considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
         found = Survey(model, args, kwargs, considered, in_scope)
         functions, lines = found.converts(), summary(found.decisions())
-        are_candidates = bool(found.calls)
+        are_candidates = any(not call.is_ours for call in found.calls)
     else:
         functions = {
             module: frozenset([FUNCTIONS[kind]])
-            for module in model.modules()
+            for module in nn.Module.modules(model)
             if (kind := original_of(type(module))) in OURS
             and (kind in named if named is not None else pays_by_default(kind, getattr(module, "inplace", False), in_scope))
             and can_convert(module)
         }
-        others = _counted(type(module) for module in model.modules() if original_of(type(module)) in OURS)
+        others = _counted(type(module) for module in nn.Module.modules(model) if original_of(type(module)) in OURS)
         kinds_found = _counted(original_of(type(module)) for module in functions)
         reason = "" if in_scope or named is not None else ": example inputs would tell whether they pay"
         left_alone = f"{others} left alone{reason}" if others else "no activation of the family"
@@ -178,7 +178,7 @@ def convert(
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
     functions = {_originals.get(module, module): names for module, names in functions.items()}
-    scoped = set(filter(recomputes, model.modules())) if surveyed or recompute else set()  # by an earlier call
+    scoped = set(filter(recomputes, nn.Module.modules(model))) if surveyed or recompute else set()  # by an earlier call
     if recompute and original_of(type(unwrapped(model))) not in OURS:
         scoped.add(unwrapped(model))
     if scoped:
@@ -236,7 +236,7 @@ def _held_elsewhere(model, modules):
 
 
 def _children_elsewhere(model, modules):
-    own = {id(module._modules) for module in model.modules()}
+    own = {id(module._modules) for module in nn.Module.modules(model)}
     others = {id(each): each for each in gc.get_referrers(*modules) if isinstance(each, dict) and id(each) not in own}
     owners = gc.get_referrers(*others.values()) if others else []
     attributes = [vars(each) if isinstance(each, nn.Module) else each for each in owners]
@@ -252,7 +252,7 @@ def _twin(module, kind):
 
 
 def _exchange(model, twins):
-    for module in list(model.modules()):
+    for module in list(nn.Module.modules(model)):
         for name, child in module._modules.items():
             if child in twins:
                 module._modules[name] = twins[child]
@@ -260,7 +260,7 @@ def _exchange(model, twins):
 
 def revert_all(model: nn.Module) -> None:
     """Undo conversion, without a word."""
-    found = list(filter(is_converted, model.modules()))
+    found = list(filter(is_converted, nn.Module.modules(model)))
     twins = {module: _originals[module] for module in found if module in _originals}
     for module in found:
         if module not in twins:
@@ -269,7 +269,8 @@ def revert_all(model: nn.Module) -> None:
 
 
 def revert(model: Model) -> Model:
-    """Undo :func:`convert`: every module has its own class again.
+    """Undo :func:`convert`: every module has its own class again. Those of this package's that you made yourself count as
+    converted.
 
     Args:
         model: any module, converted or not.
@@ -281,8 +282,8 @@ def revert(model: Model) -> Model:
         TypeError: not a module.
     """
     check_model("revert", model)
-    kinds = _counted(type(module) for module in filter(is_converted, model.modules()))
-    names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+    kinds = _counted(type(module) for module in filter(is_converted, nn.Module.modules(model)))
+    names = {module: name or type(module).__name__ for name, module in nn.Module.named_modules(model)}
     hidden = [name for module, name in names.items() if type(module) in ORIGINALS and not calls_its_class(module)]
     derived = [name for module, name in names.items() if is_derived(module)]
     revert_all(model)
@@ -313,7 +314,7 @@ def converted(model: nn.Module) -> Counter[str]:
         TypeError: not a module.
     """
     check_model("converted", model)
-    return Counter(type(module).__name__ for module in model.modules() if is_converted(module) or is_derived(module))
+    return Counter(type(module).__name__ for module in nn.Module.modules(model) if is_converted(module) or is_derived(module))
 
 
 class ConvertMode(FunctionMode):

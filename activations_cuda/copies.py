@@ -79,7 +79,7 @@ def _is_of(kind, packages):
 
 
 def _keeps_nothing(hook):
-    """Whether it is one of torch.nn.utils or transformers, or a function that has no variable to leave a tensor in.
+    """Whether it is one of torch.nn.utils or transformers, or a function that has nothing to leave a tensor in, nor the module.
 
     Others are the user's observers: they log, count and collect, and are not called.
     """
@@ -93,9 +93,15 @@ def _keeps_nothing(hook):
         return False
     values = [*used.nonlocals.values(), *used.globals.values()]
     values += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *hook.__code__.co_consts]
-    names = {instruction.opname for instruction in dis.get_instructions(hook)}
+    instructions = list(dis.get_instructions(hook))
+    names = {instruction.opname for instruction in instructions}
+    reads_module = any(name in _variables(each) for name in hook.__code__.co_varnames[:1] for each in instructions)
     is_pure = EFFECTS.isdisjoint(hook.__code__.co_names) and names.isdisjoint(("STORE_GLOBAL", "IMPORT_NAME"))
-    return is_pure and all(map(_is_constant, values))
+    return is_pure and not reads_module and all(map(_is_constant, values))
+
+
+def _variables(instruction):
+    return instruction.argval if type(instruction.argval) is tuple else (instruction.argval,)  # Python 3.13 loads two at once
 
 
 def _is_constant(value):

@@ -28,7 +28,7 @@ FAKES_WONT_DO = DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """What a tensor's elements lie in; several for a sparse or a nested one."""
+    """What a tensor's elements lie in; several for a sparse or a nested one, none where a transform or a library hides them."""
     if tensor.layout is torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -38,7 +38,9 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     elif hasattr(tensor, "__tensor_flatten__"):
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     else:
-        return [tensor.untyped_storage()]
+        with suppress(NotImplementedError):
+            return [tensor.untyped_storage()]
+        return []
     return [storage for part in parts for storage in storages_of(part.detach())]
 
 
@@ -188,8 +190,11 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
     try:
         with torch.inference_mode(False), _without_reports_of_fakes():
             copies = copier((model, args, kwargs))
-            with nullcontext() if is_there else mode:
-                _run(run, copier, *copies)
+            try:
+                with nullcontext() if is_there else mode:
+                    _run(run, copier, *copies)
+            finally:  # where some cache has a fake tensor now, the model's next call is an error rather than fake
+                mode.allow_non_fake_inputs = False
     except Exception as error:
         if "saved tensor hooks" in str(error):
             raise RuntimeError(

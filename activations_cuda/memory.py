@@ -159,7 +159,7 @@ class Recomputed:
         self.kept: Counter[nn.Module] = Counter()
         self.rules: Counter[str] = Counter()
         self._converted = names
-        self._modules = [*model.modules()]
+        self._modules = [*nn.Module.modules(model)]
         run_copy(model, args, kwargs, self._watch)
 
     def _watch(self, copier, model, args, kwargs):

@@ -114,15 +114,15 @@ class _Watch(TorchFunctionMode):
             self._note_overwritten(args[0] if args else kwargs["input"])
         if func not in self.names or "out" in kwargs:
             return func(*args, **kwargs)
-        self.call = self._new_call(self.names[func], args, kwargs, is_ours=bool(name))
-        self.calls.append(self.call)
+        call = self.call = self._new_call(self.names[func], args, kwargs, is_ours=bool(name))
+        self.calls.append(call)
         try:
             with torch._C.DisableTorchFunction():  # an outer ConvertMode would turn it back into ours
                 output = func(*args, **kwargs)
         finally:
             self.call = None
-        if _C.family[self.calls[-1].function].saves_output and isinstance(output, Tensor):
-            self.outputs.append((self.calls[-1], output.detach(), _version(output)))  # whose graph may be freed
+        if call.bits is not None and _C.family[call.function].saves_output:
+            self.outputs.append((call, output.detach(), _version(output)))  # whose graph may be freed
         return output
 
     def _new_call(self, function, args, kwargs, is_ours):
@@ -137,10 +137,9 @@ class _Watch(TorchFunctionMode):
         return _Call(module, function, bits, input.dtype, convertible, is_ours)
 
     def _note_overwritten(self, input):
-        storage = StorageWeakRef(input.untyped_storage())
+        storages = set(map(StorageWeakRef, storages_of(input)))
         for call, output, _ in self.outputs:
-            if StorageWeakRef(output.untyped_storage()) == storage:
-                call.is_overwritten = True
+            call.is_overwritten |= StorageWeakRef(output.untyped_storage()) in storages
 
 
 def _version(tensor):
@@ -214,7 +213,7 @@ class Survey:
         recompute: bool = False,
     ) -> None:
         model = unwrapped(model)
-        self.names = {module: name for name, module in model.named_modules()}
+        self.names = {module: name for name, module in nn.Module.named_modules(model)}
         self.considered = functions
         run_copy(model, args, kwargs, self._watch)
         self.decide(recompute)
@@ -245,10 +244,9 @@ class Survey:
         for call, tensor, version in watch.outputs:
             call.saves_output = True
             call.is_overwritten |= _version(tensor) != version
-            if tensor.layout is torch.strided and not tensor.is_nested:
-                dense = torch.empty_like(tensor, device="meta")
-                # A copy is saved of what isn't dense, as some views in place.
-                tensor = tensor if tensor.stride() == dense.stride() else dense
+            dense = torch.empty_like(tensor, device="meta")
+            # A copy is saved of what isn't dense, as some views in place.
+            tensor = tensor if tensor.stride() == dense.stride() else dense
             storage = tensor.untyped_storage()
             storages.setdefault(StorageWeakRef(storage), _Storage(storage.nbytes())).outputs_of.append(call)
         del output  # until here it holds all that is counted

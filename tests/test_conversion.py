@@ -390,6 +390,7 @@ def test_a_function_that_is_lent_counts_where_it_is_called(pays, pays_itself):
     assert measure(activations_cuda.convert(model, example_inputs=x), x) == report.after < report.before
 
 
+@pytest.mark.filterwarnings("error:convert")  # that nothing pays
 def test_ours_called_by_name_stay():
     """They are the model's own choice: before is what PyTorch's would save, after what they do."""
 

@@ -341,6 +341,52 @@ def test_nothing_fake_is_cached(kind):
     assert type(positions(x.shape[-1], x.device)) is torch.Tensor
 
 
+class Masked(nn.Module):
+    """Whose masks are where a copy doesn't go."""
+
+    masks: ClassVar = {}
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if len(x) not in Masked.masks:
+            Masked.masks[len(x)] = x.new_ones(len(x), len(x)).tril()
+        return F.hardtanh(Masked.masks[len(x)] @ self.linear(x)) * 2
+
+
+def test_what_is_cached_out_of_reach_raises():
+    """Training on, nothing would be learned."""
+    Masked.masks.clear()
+    model, x = Masked(), torch.randn(4, 8)
+    activations_cuda.convert(model, x)
+    with pytest.raises(Exception, match="convert all Tensors to FakeTensors"):
+        model(x)
+    Masked.masks.clear()
+    assert_same_step(model, copy.deepcopy(activations_cuda.revert(model)), x)
+
+
+TRANSFORMED = {
+    "silu": F.silu,
+    "in place": lambda x: F.silu(x.clone(), inplace=True),
+    "dropout": lambda x: F.dropout(F.mish(x), 0.0, inplace=True),
+    "relu6": F.relu6,
+}
+
+
+@pytest.mark.parametrize("function", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_activations_under_vmap(function):
+    class Mapped(nn.Sequential):
+        def forward(self, x):
+            return self[1](torch.vmap(function, randomness="different")(self[0](x)))
+
+    model, x = Mapped(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = activations_cuda.memory_report(model, x)
+        assert report.before == report.after == saved_bytes(model, x)
+
+
 def test_an_error_leaves_the_model_as_it_was():
     model = activations_cuda.convert(ByFunctional(), example_inputs=torch.randn(IMAGES))
     kinds = [type(module) for module in model.modules()]

@@ -33,6 +33,12 @@ def test_trains_within_recompute(small, monkeypatch, capsys):
     assert "The gradients DIFFER." in capsys.readouterr().out
 
 
+def test_a_pipe_that_is_closed_is_no_error():
+    command = f"{sys.executable} -m activations_cuda info | true"
+    result = subprocess.run(["bash", "-c", command], cwd=Path.home(), capture_output=True, text=True)
+    assert not result.stderr
+
+
 def test_counts_what_is_saved():
     x = torch.randn(4, 1000, requires_grad=True)
     assert [main.saved_bytes(f, x) for f in main.OPS["hardtanh"]] == [4000 // 8, 4000 * 4]

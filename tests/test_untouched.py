@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import pickle
+import queue
 import random
 import signal
 import subprocess
@@ -511,6 +512,23 @@ def test_an_activation_that_the_model_holds_twice():
     assert model.table["act"] is model.act
 
 
+def test_a_model_with_modules_of_its_own():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = net()
+            self.modules = [*self.layers]
+
+        def forward(self, x):
+            for module in self.modules:
+                x = module(x)
+            return x
+
+    model = activations_cuda.convert(Own(), torch.randn(ROWS), recompute=True)
+    assert activations_cuda.converted(model) == {"Own": 1, "ReLU6": 1}
+    assert not activations_cuda.converted(activations_cuda.revert(model))
+
+
 def test_a_hook_that_changes_shapes_is_called():
     width = 8
     model = net()
@@ -581,6 +599,9 @@ def test_frozen_parts_keep_pytorchs_fast_paths():
 def test_inputs_that_the_model_does_not_take():
     with pytest.raises(TypeError, match=r"convert: expected the arguments of the model's forward \(too many positional"):
         activations_cuda.convert(net(), [torch.randn(ROWS), torch.randn(ROWS)])
+    converted = activations_cuda.convert(Calls(), torch.randn(ROWS), recompute=True)
+    with pytest.raises(TypeError, match=r"convert: expected the arguments of the model's forward \(too many positional"):
+        activations_cuda.convert(converted, torch.randn(ROWS), torch.randn(ROWS))
     with pytest.raises(ValueError, match="convert: expected a model whose parameters are initialized, got a lazy one"):
         activations_cuda.convert(nn.Sequential(nn.LazyLinear(8), nn.ReLU6()), torch.randn(ROWS))
 
@@ -763,12 +784,18 @@ def saves(module, args, output):
     torch.save(output, "seen.pt")
 
 
-@pytest.mark.parametrize("hook", [prints, imports, assigns, saves])
+def collects(module, args, output):
+    module.outputs.put(output)
+
+
+@pytest.mark.parametrize("hook", [prints, imports, assigns, saves, collects])
 def test_hooks_that_do_more_than_compute_are_not_called(hook, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     model = Act()
+    model.outputs = queue.Queue()
     model.register_forward_hook(hook)
     activations_cuda.convert(model, torch.randn(ROWS))
+    assert model.outputs.empty()
     assert not capsys.readouterr().out and not hasattr(logging.getLogger(), "seen")
     assert "seen" not in globals() and not any(tmp_path.iterdir())
 
