@@ -304,6 +304,7 @@ RECOMPUTE = [
     ),
     Mutant("a leaf whose source was written to", OPERANDS, "is_of_leaf && is_alias(leaf_of(*node))", "false"),
     Mutant("a leaf is held as another tensor", VALUE, "is_itself ? tensor", "false ? tensor"),
+    Mutant("what vmap wraps as what the op was given", CALLS, "if (!norm || is_transformed(*norm))", "if (!norm)"),
     Mutant("each reader searches anew", OPERANDS, "if (underivable().contains(node, number))", "if (false)"),
     Mutant("what does not follow yet never will", VALUE, "if (outputs_.count(output) > 0)", "if (false)"),
     Mutant("too deep for one is too deep for all", DERIVATION, "if (derivation.is_cut)", "if (false)"),
