@@ -39,7 +39,7 @@ def load(spec):
     known, create = LIBRARIES[library](name)
     if name not in known:
         close = difflib.get_close_matches(name, known)
-        hint = f"; do you mean {' or '.join(close)}?" if close else ""
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise ValueError(f"{library} has no image classifier {name}{hint}")
     try:
         with torch.device("meta"):
@@ -64,11 +64,11 @@ def report(arguments):
             result = memory_report(model, images, recompute=arguments.recompute)
     except Exception as error:  # whatever a model raises that wants something else
         raise ValueError(f"{arguments.model} doesn't take images of shape {shape}: {error}") from error
-    print(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
     if arguments.chart:
         result.plot(arguments.chart)
+    print(result)
 
 
 def why_no_gpu(built):

@@ -269,8 +269,8 @@ def revert_all(model: nn.Module) -> None:
 
 
 def revert(model: Model) -> Model:
-    """Undo :func:`convert`: every module has its own class again. Those of this package's that you made yourself count as
-    converted.
+    """Undo :func:`convert`: every module has its own class again. Modules of this package's classes that you made yourself
+    count as converted.
 
     Args:
         model: any module, converted or not.

@@ -217,6 +217,13 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
                     torch.clear_autocast_cache()  # which keeps the copies of parameters until autocast ends
         except torch.cuda.OutOfMemoryError:  # most likely the model doesn't take these inputs
             raise error  # noqa: B904 (it has both)
+        except AssertionError as error:
+            if "convert all Tensors to FakeTensors" not in str(error):
+                raise
+            raise RuntimeError(
+                "the model's forward pass finds a fake tensor in a cache, where an earlier pass of a copy has left it: clear "
+                "the cache, which is in a class or a global variable"
+            ) from error
 
 
 def running_module(copier: Copier, modules: Collection[nn.Module]) -> Callable[[], nn.Module]:

@@ -131,19 +131,23 @@ def _repr(self):
 
 def _reduce_ex(self, protocol):
     ours, kind = self._fastact_class, type(self)
-    if kind is not ours:  # derived from one of ours
-        return super(ours, self).__reduce_ex__(protocol)
-    original = original_of(kind)
-    _assign_class(self, original)  # of which the module is made again; no Python module holds ours
-    try:
-        registered = copyreg.dispatch_table.get(original)
-        reduced = registered(self) if registered else self.__reduce_ex__(protocol)
-    finally:
-        _assign_class(self, kind)
-    if isinstance(reduced, str):  # the name of a global
+    registered = copyreg.dispatch_table.get(original_of(kind))
+    reduced = registered(self) if registered else super(ours, self).__reduce_ex__(protocol)
+    if kind is not ours or isinstance(reduced, str):  # derived from one of ours; the name of a global
         return reduced
     make, arguments, *rest = reduced
-    return _made, (original, (kind._fastact_names, kind._fastact_recomputes), make, *arguments), *rest
+    # Without the class itself, which no Python module holds.
+    own = _with_original(kind, (make, *arguments))
+    return _made, (original_of(kind), (kind._fastact_names, kind._fastact_recomputes), *own), *rest
+
+
+def _with_original(kind, value):
+    """A value that a module is made again from, with the original of its class."""
+    if type(value) is tuple:
+        return tuple(_with_original(kind, each) for each in value)
+    if isinstance(value, types.MethodType) and value.__self__ is kind:
+        return getattr(original_of(kind), value.__name__)
+    return original_of(kind) if value is kind else value
 
 
 def _made(original, what, make, *arguments):
@@ -257,12 +261,9 @@ def _bound_forwards(module):
             yield name
 
 
-_assign_class = vars(object)["__class__"].__set__  # past a `__setattr__` or a `__class__` of a module's own
-
-
 def set_class(module: nn.Module, kind: type) -> None:
     bound = list(_bound_forwards(module))
-    _assign_class(module, kind)
+    vars(object)["__class__"].__set__(module, kind)  # past a `__setattr__` or a `__class__` of the module's own
     for name in bound:
         vars(module)[name] = types.MethodType(kind.forward, module)  # type: ignore[attr-defined]
 

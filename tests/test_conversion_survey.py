@@ -363,8 +363,10 @@ def test_what_is_cached_out_of_reach_raises():
     activations_cuda.convert(model, x)
     with pytest.raises(Exception, match="convert all Tensors to FakeTensors"):
         model(x)
+    with pytest.raises(RuntimeError, match="finds a fake tensor in a cache, where an earlier pass of a copy has left it"):
+        activations_cuda.convert(model, x)
     Masked.masks.clear()
-    assert_same_step(model, copy.deepcopy(activations_cuda.revert(model)), x)
+    assert_same_step(model, activations_cuda.revert(copy.deepcopy(model)), x)
 
 
 TRANSFORMED = {
