@@ -305,10 +305,10 @@ RECOMPUTE = [
     Mutant("a leaf whose source was written to", OPERANDS, "is_of_leaf && is_alias(leaf_of(*node))", "false"),
     Mutant("a leaf is held as another tensor", VALUE, "is_itself ? tensor", "false ? tensor"),
     Mutant("what vmap wraps as what the op was given", CALLS, "if (!norm || is_transformed(*norm))", "if (!norm)"),
-    Mutant("each reader searches anew", OPERANDS, "if (underivable().contains(node, number))", "if (false)"),
+    Mutant("each reader searches anew", OPERANDS, "if (dead_ends().contains(node, number))", "if (false)"),
     Mutant("what does not follow yet never will", VALUE, "if (outputs_.count(output) > 0)", "if (false)"),
-    Mutant("too deep for one is too deep for all", DERIVATION, "if (derivation.is_cut)", "if (false)"),
-    Mutant("what one scope's rules can't others can't", VALUE, "if (key != key_ ||", "if ("),
+    Mutant("too deep for one is too deep for all", DERIVATION, "if (may_succeed_later)", "if (false)"),
+    Mutant("what one scope's rules can't others can't", VALUE, "if (scope_and_rules != scope_and_rules_ ||", "if ("),
     Mutant("recipes that are given up have readers", DERIVATION, "--value_of(each).readers;", ";"),
     Mutant("a view of gaps that hooks around close", HOOK, "!outer.is_none() && !is_dense(", "false && !is_dense("),
     Mutant(

@@ -238,6 +238,41 @@ def test_a_build_for_another_gpu(tmp_path):
     assert f"build it again with TORCH_CUDA_ARCH_LIST={major}.{minor}" in result.stderr
 
 
+PROGRAM = """
+import torch, activations_cuda
+from torch import nn
+net = nn.Sequential(
+    nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU6(), nn.Dropout(), nn.Conv2d(16, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(),
+    nn.Conv2d(16, 16, 3)).cuda()
+x = torch.randn(8, 3, 64, 64, device="cuda")
+
+def gradients(dtype, scope):
+    torch.manual_seed(0)
+    with torch.autocast("cuda", dtype), scope():
+        loss = net(x).square().mean()
+    return torch.autograd.grad(loss, net.parameters())
+
+torch.use_deterministic_algorithms(True)
+for dtype in torch.bfloat16, torch.float32:
+    expected = gradients(dtype, torch.enable_grad)
+    assert all(map(torch.equal, gradients(dtype, lambda: activations_cuda.recompute(check=True)), expected))
+    assert all(map(torch.equal, gradients(dtype, activations_cuda.ConvertMode), expected))
+    activations_cuda.convert(net, x, recompute=True)
+    assert all(map(torch.equal, gradients(dtype, torch.enable_grad), expected))
+    activations_cuda.revert(net)
+"""
+
+
+@FROM_SOURCE
+@pytest.mark.cuda
+def test_a_build_for_the_cpu_on_a_gpu(tmp_path):
+    """Computes there by PyTorch's ops."""
+    copy(tmp_path / "tree")
+    install(tmp_path / "tree", tmp_path / "site", FORCE_CPU="1")
+    result = run(sys.executable, "-c", PROGRAM, cwd=tmp_path / "site", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    assert result.returncode == 0, result.stderr
+
+
 @FROM_SOURCE
 def test_force_cpu_says_so_in_one_line():
     result = setup(FORCE_CPU="1")

@@ -401,6 +401,24 @@ UNDER_VMAP = {  # whose rules call the op without weight and bias, and apply tho
 }
 
 
+def test_a_frozen_bias_beside_statistics_under_vmap(device):
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        torch.manual_seed(0)
+        w, result = torch.ones(32, device=device, requires_grad=True), []
+        for number in (0.0, 3.0):
+            x = torch.randn(2, 32, 16, 16, device=device, requires_grad=True)
+            b, statistics = torch.full((32,), number, device=device), torch.ones(1, 32, device=device)
+            with scope():
+                y = torch.vmap(lambda mean, var, x=x, b=b: F.batch_norm(x, mean, var, w, b, True))(statistics - 1, statistics)
+                loss = y.square().sum()
+            result += torch.autograd.grad(loss, [x, w])
+        return result
+
+    same_with_scope(run)
+
+
 @pytest.mark.parametrize("batched", ["input", "all"])
 @pytest.mark.parametrize("norm", UNDER_VMAP)
 def test_a_frozen_bias_under_vmap(norm, batched, device):

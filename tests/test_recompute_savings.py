@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import threading
 import weakref
 
 import pytest
@@ -458,6 +459,53 @@ def test_what_does_not_follow_yet_may_follow_later():
     assert [_saves_a_recipe(each) for each in (before, *kept, after)] == [False, False, False, True]
 
 
+def test_what_follows_from_what_was_written_to_may_follow_later():
+    with recompute():
+        y = F.linear(torch.randn(64, 64), torch.randn(64, 64, requires_grad=True))
+        kept = Keep.apply(y)
+        with torch.no_grad():
+            y.clamp_(-1, 1)
+        x = -y
+        assert not _saves_a_recipe(Keep.apply(x * 3))
+        again = Keep.apply(y)
+        assert _saves_a_recipe(Keep.apply(x * 5))
+    del kept, again
+
+
+def test_what_another_thread_saves_may_be_followed():
+    a = F.linear(torch.randn(64, 64), torch.randn(64, 64, requires_grad=True))
+    x, kept = -a, []
+
+    def save():
+        with recompute():
+            kept.append(Keep.apply(a))
+
+    with recompute():
+        assert not _saves_a_recipe(Keep.apply(x * 3))
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+        assert _saves_a_recipe(Keep.apply(x * 5))
+
+
+def test_pooling_beside_what_does_not_follow_saves_short_indices(device):
+    conv = nn.Conv2d(16, 16, 1).to(device)
+
+    def run(scope):
+        torch.manual_seed(0)
+        x = torch.randn(4, 16, 64, 64, device=device, requires_grad=True)
+        with scope:
+            s = conv(torch.randn(4, 16, 32, 32, device=device))
+            loss = Keep.apply(-s).sum() + Keep.apply((F.max_pool2d(x * 2, 2) + s) * 3).sum()
+        dtypes = {tensor.dtype for tensor in scope.tensors()}
+        return dtypes, torch.autograd.grad(loss, [x, conv.weight])
+
+    (plain, expected), (within, found) = run(Plain()), run(Scope())
+    assert torch.int64 in plain and torch.int64 not in within
+    for one, other in zip(expected, found, strict=True):
+        assert_same(one, other)
+
+
 def test_what_is_too_deep_for_one_reader_may_do_for_another():
     with recompute():
         steps = [F.silu(torch.randn(64, 64, requires_grad=True))]
@@ -471,9 +519,9 @@ def test_what_does_not_follow_by_some_rules_may_by_others():
     conv = nn.Conv2d(16, 16, 3, groups=16)
     with recompute():
         h = conv(torch.randn(4, 16, 16, 16))
-        assert not _saves_a_recipe(Keep.apply(h.relu()))
+        assert not _saves_a_recipe(Keep.apply(h * 3))
         with recompute(convolutions=True):
-            assert _saves_a_recipe(Keep.apply(h.sin()))
+            assert _saves_a_recipe(Keep.apply(-h))
 
 
 FUNCTIONS_OF_A_NUMBER = {

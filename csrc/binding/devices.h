@@ -18,31 +18,13 @@
 
 namespace fastact {
 
-// What differs between the devices. Memory comes from the allocators themselves: at 64 elements a call of at::empty_like
-// through the dispatcher is a tenth of the whole op.
 struct Cpu {
   static constexpr Device device = Device::cpu;
-
-  static at::Tensor empty_format(const at::Tensor& like, at::MemoryFormat format) {
-    return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type(), /*pin_memory=*/false, format));
-  }
-
-  static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
-    return at::Tensor(at::detail::empty_strided_cpu(like.sizes(), strides, like.scalar_type()));
-  }
 };
 
 #if defined(FASTACT_CUDA)
 struct Cuda {
   static constexpr Device device = Device::cuda;
-
-  static at::Tensor empty_format(const at::Tensor& like, at::MemoryFormat format) {
-    return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), like.device(), format));
-  }
-
-  static at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
-    return at::Tensor(at::detail::empty_strided_cuda(like.sizes(), strides, like.scalar_type(), like.device()));
-  }
 
   // Calls kernel(stream), which launches one on the current stream of the tensor's device.
   template <class Kernel>
@@ -68,14 +50,8 @@ struct Cuda {
 };
 #endif
 
-// As at::empty_like.
-template <class Backend>
-at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
-  if (format != at::MemoryFormat::Preserve) {
-    return Backend::empty_format(like, format);
-  }
-  return like.is_non_overlapping_and_dense() ? Backend::empty_strided(like, like.strides()) : at::empty_like(like);
-}
+// Memory comes from the allocators themselves: at 64 elements a call of at::empty_like through the dispatcher is a tenth of the
+// whole op.
 
 inline at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
 #if defined(FASTACT_CUDA)
@@ -93,6 +69,23 @@ inline at::Tensor empty_strided(const at::Tensor& like, at::ScalarType dtype, at
   }
 #endif
   return at::Tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
+}
+
+inline at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
+  return empty_strided(like, like.scalar_type(), like.sizes(), strides);
+}
+
+// As at::empty_like.
+inline at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
+  if (format == at::MemoryFormat::Preserve) {
+    return like.is_non_overlapping_and_dense() ? empty_strided(like, like.strides()) : at::empty_like(like);
+  }
+#if defined(FASTACT_CUDA)
+  if (like.is_cuda()) {
+    return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), like.device(), format));
+  }
+#endif
+  return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type(), /*pin_memory=*/false, format));
 }
 
 inline bool is_capturing([[maybe_unused]] at::Device device) {

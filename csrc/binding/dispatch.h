@@ -17,6 +17,11 @@ constexpr bool kHasCuda = true;
 constexpr bool kHasCuda = false;
 #endif
 
+// A build for the CPU also serves a torch that has GPUs.
+inline bool has_kernels(c10::Device device) {
+  return device.is_cpu() || (kHasCuda && device.is_cuda());
+}
+
 // Whether the kernels may read the tensor's memory as its strides say: nothing traces it, wraps it or lies between it and its
 // elements (a subclass, a functorch transform, a lazy negation).
 inline bool is_plain(const at::Tensor& tensor) {

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -136,5 +137,35 @@ torch::autograd::variable_list call_in_graph(
   return result;
 }
 #endif
+
+// A node of one input, of such fields. Compiled autograd calls Derived::apply_functional(grads, arguments).
+template <class Derived, template <class> class Fields>
+struct NodeOf : torch::autograd::Node {
+  using SavedFields = Fields<torch::autograd::SavedVariable>;
+
+  NodeOf(const at::Tensor& self, SavedFields fields)
+      : Node(torch::autograd::collect_next_edges(self)), fields_(std::move(fields)) {}
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    SavedFields::each(fields_, [](auto& field) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(field)>, torch::autograd::SavedVariable>) {
+        field.reset_data();
+      }
+    });
+  }
+
+#if FASTACT_COMPILED_AUTOGRAD
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override { collect(fields_, args); }
+
+  torch::autograd::variable_list apply_with_saved(
+      const torch::autograd::variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    return call_in_graph(*this, fields_, Derived::apply_functional, grads, saved);
+  }
+#endif
+
+ protected:
+  SavedFields fields_;
+};
 
 }  // namespace fastact

@@ -76,14 +76,14 @@ void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parame
 
 template <class Op, class Backend, class... Parameters>
 at::Tensor packed(const at::Tensor& self, Parameters... parameters) {
-  at::Tensor output = empty<Backend>(self, output_format<Op>(self));
+  at::Tensor output = empty(self, output_format<Op>(self));
   run<Op, Backend>(self, output, nullptr, parameters...);
   return output;
 }
 
 template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_with_mask(const at::Tensor& self, Parameters... parameters) {
-  at::Tensor output = empty<Backend>(self, output_format<Op>(self));
+  at::Tensor output = empty(self, output_format<Op>(self));
   at::Tensor mask = empty_bytes(self, mask_bytes(self.numel()));
   run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);
   return {std::move(output), std::move(mask)};
@@ -117,7 +117,7 @@ template <class Backend>
 at::Tensor packed_backward(
     const at::Tensor& grad, const at::Tensor& mask, double inside, double outside, at::OptionalIntArrayRef mask_strides,
     at::OptionalIntArrayRef strides) {
-  at::Tensor output = strides ? Backend::empty_strided(grad, *strides) : empty<Backend>(grad, elementwise_format(grad));
+  at::Tensor output = strides ? empty_strided(grad, *strides) : empty(grad, elementwise_format(grad));
   if (output.numel() == 0) {
     return output;
   }

@@ -334,32 +334,15 @@ TORCH_LIBRARY(fastact, library) {
   library.def(
       "masked_scale(Tensor grad, Tensor mask, float inside, float outside, *, SymInt[]? mask_strides=None, "
       "SymInt[]? strides=None) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(fastact, CPU, library) {
-  library.impl("masked_scale", TORCH_FN(masked_scale<Cpu>));
-}
-
+  const auto implement = [&](DispatchKey key, auto* kernel) { library.impl("masked_scale", torch::dispatch(key, kernel)); };
+  implement(DispatchKey::CPU, &masked_scale<Cpu>);
 #if defined(FASTACT_CUDA)
-TORCH_LIBRARY_IMPL(fastact, CUDA, library) {
-  library.impl("masked_scale", TORCH_FN(masked_scale<Cuda>));
-}
+  implement(DispatchKey::CUDA, &masked_scale<Cuda>);
 #endif
-
-TORCH_LIBRARY_IMPL(fastact, Meta, library) {
-  library.impl("masked_scale", TORCH_FN(masked_scale_meta));
-}
-
-TORCH_LIBRARY_IMPL(fastact, Autograd, library) {
-  library.impl("masked_scale", TORCH_FN(masked_scale_autograd));
-}
-
-TORCH_LIBRARY_IMPL(fastact, FuncTorchBatched, library) {
-  library.impl("masked_scale", TORCH_FN(masked_scale_composite));
-}
-
-TORCH_LIBRARY_IMPL(fastact, Batched, library) {
-  library.impl("masked_scale", TORCH_FN(masked_scale_batched));
+  implement(DispatchKey::Meta, &masked_scale_meta);
+  implement(DispatchKey::Autograd, &masked_scale_autograd);
+  implement(DispatchKey::FuncTorchBatched, &masked_scale_composite);
+  implement(DispatchKey::Batched, &masked_scale_batched);
 }
 
 }  // namespace fastact

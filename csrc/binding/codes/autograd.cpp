@@ -19,7 +19,6 @@
 namespace fastact {
 namespace {
 
-using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using Strides = std::vector<c10::SymInt>;
@@ -48,11 +47,9 @@ struct CodeFields {
   }
 };
 
-struct CodeBackward : Node {
+struct CodeBackward : NodeOf<CodeBackward, CodeFields> {
   CodeBackward(const Smooth& activation, const at::Tensor& self, c10::SymIntArrayRef input_strides)
-      : Node(torch::autograd::collect_next_edges(self)),
-        activation_(activation),
-        fields_{{}, {}, activation.name, c10::SymDimVector(input_strides)} {}
+      : NodeOf(self, {{}, {}, activation.name, c10::SymDimVector(input_strides)}), activation_(activation) {}
 
   // The code has the memory order of these strides, the output's.
   void save(SavedVariable output, c10::SymIntArrayRef output_strides, const at::Tensor& code) {
@@ -72,21 +69,9 @@ struct CodeBackward : Node {
     return {call_code_backward(grads[0], output, code, activation_.name, fields_.input_strides)};
   }
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    fields_.output.reset_data();
-    fields_.code.reset_data();
-  }
-
   std::string name() const override { return kCodeNodeName; }
 
 #if FASTACT_COMPILED_AUTOGRAD
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override { collect(fields_, args); }
-
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
-    return call_in_graph(*this, fields_, apply_functional, grads, saved);
-  }
-
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
     const auto fields = from_arguments<CodeFields<at::Tensor>>(saved);
     return {call_code_backward(grads[0], fields.output, fields.code, fields.activation, fields.input_strides)};
@@ -111,7 +96,6 @@ struct CodeBackward : Node {
   }
 
   const Smooth& activation_;
-  CodeFields<SavedVariable> fields_;
   c10::SymDimVector output_strides_;
 };
 

@@ -69,15 +69,7 @@ void encode_into(const Tables& tables, const Tensor& self, const Tensor& output,
 }  // namespace
 
 std::tuple<Tensor, Tensor> encode(const Smooth& activation, const Tables& tables, const Tensor& self, bool with_code) {
-  Tensor output;
-#if defined(FASTACT_CUDA)
-  if (self.is_cuda()) {
-    output = empty<Cuda>(self, elementwise_format(self));
-  }
-#endif
-  if (!output.defined()) {
-    output = activation.forward(self);
-  }
+  Tensor output = self.is_cuda() ? empty(self, elementwise_format(self)) : activation.forward(self);
   Tensor code = with_code ? empty_code(output, tables.bits) : Tensor();
   encode_into(tables, self, output, code);
   return {std::move(output), std::move(code)};
@@ -179,8 +171,8 @@ Tensor backward(
 #if defined(FASTACT_CUDA)
   if (output.is_cuda()) {
     const bool alike = grad.strides() == input_strides;
-    const Tensor result = alike ? empty<Cuda>(grad, elementwise_format(grad))
-                                : Cuda::empty_strided(grad, elementwise_strides(grad.sizes(), grad.strides(), input_strides));
+    const Tensor result = alike ? empty(grad, elementwise_format(grad))
+                                : empty_strided(grad, elementwise_strides(grad.sizes(), grad.strides(), input_strides));
     if (result.numel() > 0) {
       AT_DISPATCH_REDUCED_FLOATING_TYPES(
           output.scalar_type(), "code_backward", [&] { scale<scalar_t>(tables, grad, output, code, result); });

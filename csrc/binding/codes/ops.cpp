@@ -41,8 +41,7 @@ const Smooth& check_smooth(c10::string_view name) {
 
 // Null where only PyTorch's op will do.
 const Tables* tables_of(const Smooth& activation, const Tensor& self) {
-  const bool has_kernels = self.is_cpu() || kHasCuda;
-  return has_kernels && is_half(self.scalar_type()) && is_plain(self) ? tables_for(activation, self) : nullptr;
+  return has_kernels(self.device()) && is_half(self.scalar_type()) && is_plain(self) ? tables_for(activation, self) : nullptr;
 }
 
 // Also where PyTorch's op is faster than looking up.
@@ -284,28 +283,14 @@ TORCH_LIBRARY_FRAGMENT(fastact, library) {
 #include "../../family.def"
   library.def(
       "code_backward(Tensor grad, Tensor output, Tensor code, str activation, *, SymInt[]? input_strides=None) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(fastact, CPU, library) {
-  library.impl("code_backward", TORCH_FN(code_backward));
-}
-
+  const auto implement = [&](DispatchKey key, auto* kernel) { library.impl("code_backward", torch::dispatch(key, kernel)); };
+  implement(DispatchKey::CPU, &code_backward);
 #if defined(FASTACT_CUDA)
-TORCH_LIBRARY_IMPL(fastact, CUDA, library) {
-  library.impl("code_backward", TORCH_FN(code_backward));
-}
+  implement(DispatchKey::CUDA, &code_backward);
 #endif
-
-TORCH_LIBRARY_IMPL(fastact, Meta, library) {
-  library.impl("code_backward", TORCH_FN(code_backward_meta));
-}
-
-TORCH_LIBRARY_IMPL(fastact, FuncTorchBatched, library) {
-  library.impl("code_backward", TORCH_FN(code_backward_composite));
-}
-
-TORCH_LIBRARY_IMPL(fastact, Batched, library) {
-  library.impl("code_backward", TORCH_FN(code_backward_composite));
+  implement(DispatchKey::Meta, &code_backward_meta);
+  implement(DispatchKey::FuncTorchBatched, &code_backward_composite);
+  implement(DispatchKey::Batched, &code_backward_composite);
 }
 
 }  // namespace fastact

@@ -2,8 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <algorithm>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -67,13 +65,16 @@ bool is_number(const py::object& object) {
   return PyFloat_Check(object.ptr()) || PyLong_Check(object.ptr());
 }
 
-// Whether the function is given what vmap wraps: it may call the op without weight and bias, and apply those itself.
+// Whether the function is given what vmap wraps. vmap's rule may call the op without weight and bias, and apply these itself.
 bool is_transformed(const RunningNorm& norm) {
-  const std::initializer_list<PyObject*> operands = {NAME("input"), NAME("weight"), NAME("bias")};
-  return std::any_of(operands.begin(), operands.end(), [&](PyObject* name) {
-    const py::object each = norm.variable(name);
-    return THPVariable_Check(each.ptr()) && !THPVariable_Unpack(each.ptr()).has_storage();
-  });
+  const auto is_wrapped = [&](PyObject* name) {
+    const py::object given = norm.variable(name);
+    return THPVariable_Check(given.ptr()) && !THPVariable_Unpack(given.ptr()).has_storage();
+  };
+  const NormFunctions& norms = callbacks().norm_functions;
+  const bool has_statistics = norm.code.is(norms.batch_norm) || norm.code.is(norms.instance_norm);
+  return is_wrapped(NAME("input")) || is_wrapped(NAME("weight")) || is_wrapped(NAME("bias")) ||
+         (has_statistics && (is_wrapped(NAME("running_mean")) || is_wrapped(NAME("running_var"))));
 }
 
 bool is_tensor(const py::object& object, const at::Tensor& tensor) {
@@ -105,7 +106,7 @@ void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
       // Otherwise copies of both and 1/std would take more than the output.
       if (THPVariable_Check(input.ptr()) && THPVariable_Unpack(input.ptr()).nbytes() > 4 * tensor.nbytes()) {
         const at::NoGradGuard no_grad;
-        value.copy = keep(tensor.clone(), py::none(), py::none());
+        value.copy = keep(tensor.clone());
       }
     }
     return;
@@ -135,7 +136,7 @@ py::object bias_of_call(py::handle node) {
     return py::none();
   }
   const at::Tensor bias = call && call->bias ? call->bias->tensor() : at::Tensor();
-  return bias.defined() ? keep(bias, py::none(), py::none()) : py::object();
+  return bias.defined() ? keep(bias) : py::object();
 }
 
 py::object statistics_of_call(py::handle node, PyObject* name) {

@@ -3,14 +3,11 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
@@ -372,65 +369,6 @@ bool is_cast_back(const Value& value) {
   }
   Value& wide = value_of(value.operands[0]);
   return wide.half() == value.dtype && !wide.must_be_computed_once();
-}
-
-namespace {
-
-// Whether it is read by a backward that a user has written, which may write to what it alone has saved.
-bool is_read_by_python() {
-#if FASTACT_RECOMPUTE
-  const auto reader = torch::autograd::get_current_node();
-  return reader && THPFunction_Check(wrapped(reader).ptr());
-#else
-  return false;
-#endif
-}
-
-// The value's tensor or, where that shares memory with another value's and PyTorch's doesn't, a copy: a clone's recipe gives
-// what was cloned.
-at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
-  Value* base = nullptr;
-  const Value* of = &value;
-  const auto first_operand = [&] { return is_value(of->operands[0]) ? &value_of(of->operands[0]) : nullptr; };
-  while (of->is_recipe() && of->formula.is(formulas().as_strided)) {
-    of = base = first_operand();
-  }
-  bool is_shared = false;
-  while (!is_shared && of->is_recipe() && (of = first_operand())) {
-    is_shared = of->has_memory_of(tensor);
-  }
-  if (!is_shared || !is_read_by_python()) {
-    return tensor;
-  }
-  if (!base) {
-    return tensor.clone();
-  }
-  const at::Tensor whole = base->tensor(), copy = whole.clone();
-  const int64_t offset = copy.storage_offset() + tensor.storage_offset() - whole.storage_offset();
-  return copy.strides() == whole.strides() ? copy.as_strided(tensor.sizes(), tensor.strides(), offset) : tensor.clone();
-}
-
-}  // namespace
-
-PyObject* unpack(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(is_value(object), "recompute: expected what its hook has packed, got ", Py_TYPE(object)->tp_name);
-  note_unpacking();
-  const auto owner = py::reinterpret_borrow<py::object>(object);
-  Value& value = value_of(object);
-  if (value.held.defined()) {
-    return THPVariable_Wrap(value.compute());
-  }
-  // As an op's own forward runs: below autograd and autocast. What is computed in inference mode would have no version.
-  std::optional<c10::InferenceMode> no_inference;
-  if (c10::InferenceMode::is_enabled()) {
-    no_inference.emplace(false);
-  }
-  const at::NoGradGuard no_grad;
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  value.check_unwritten();
-  return THPVariable_Wrap(unshared(value, value.give()));
-  END_HANDLE_TH_ERRORS
 }
 
 }  // namespace fastact::recipes

@@ -18,7 +18,4 @@ struct Packing {
 // Whether it is a cast back to the half type that all its elements came from, by movements alone: nothing is to be cast.
 bool is_cast_back(const Value& value);
 
-// Autograd's unpack hook: the tensor again.
-PyObject* unpack(PyObject*, PyObject* object);
-
 }  // namespace fastact::recipes

@@ -35,6 +35,9 @@ thread_local Derivation* Derivation::current = nullptr;
 
 Derivation::~Derivation() {
   current = outer;
+  if (may_succeed_later) {
+    dead_ends().forget();
+  }
   for (const auto& [output, value] : between) {
     drop(value_of(value.first));
   }
@@ -177,6 +180,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
       std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
         return is_value(each) && !value_of(each).strides_of();
       })) {
+    Derivation::current->may_succeed_later = true;  // once they are known
     return false;
   }
   append(numbers, recipe.dtype, meta.device());
@@ -269,12 +273,6 @@ bool by_op(Step& step, const OpRule& rule, Value& recipe) {
   }
   if (rule.is_joined) {
     return by_joining(step, rule.formula, argument(step, rule.arguments[0]), recipe);
-  }
-  for (size_t i = 0; i < rule.operands.size() && rule.operands[i].has_edge; ++i) {
-    const torch::autograd::Edge& edge = step.node->next_edge(i);
-    if (edge.function && underivable().contains(edge.function, edge.input_nr)) {  // before any other is derived
-      return false;
-    }
   }
   recipe.formula = rule.formula;
   for (size_t i = 0; i < rule.operands.size(); ++i) {
@@ -387,7 +385,7 @@ py::object derive(Step step) {
   const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
   const bool is_op = rule && py::type::handle_of(rule).is(callbacks().op_type);
   if (step.depth > kMaxDepth) {
-    Derivation::current->is_cut = true;
+    Derivation::current->may_succeed_later = true;  // by a shorter way
     return {};
   }
   if (step.number && !(is_op && op_of(rule).is_of_each_output)) {
@@ -428,11 +426,9 @@ bool assumes(py::handle hook) {
 
 py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor) {
   Derivation derivation;
-  underivable().begin({PyLong_AsLongLong(attribute(hook, NAME("begins")).ptr()), attribute(hook, NAME("rules")).ptr()});
+  dead_ends().begin_derivation(
+      {PyLong_AsLongLong(attribute(hook, NAME("begins")).ptr()), attribute(hook, NAME("rules")).ptr()});
   py::object object = derive({hook, node, number, &tensor, 0});
-  if (derivation.is_cut) {
-    underivable().forget();
-  }
   if (!object) {
     return {};
   }
@@ -485,7 +481,7 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
   }
   const at::Tensor tensor = value.tensor();  // which another stream may have made
   const at::NoGradGuard no_grad;
-  const py::object operand = keep(tensor.to(dtype), py::none(), py::none());
+  const py::object operand = keep(tensor.to(dtype));
   const auto original = tensor.scalar_type();
   const py::tuple arguments = py::make_tuple(dtype_object(original));
   const py::object replacing =

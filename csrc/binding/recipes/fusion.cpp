@@ -546,6 +546,9 @@ std::optional<at::Tensor> Builder::run() {
 }  // namespace
 
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
+  if (!has_kernels(*recipe.device)) {
+    return std::nullopt;
+  }
   Builder builder(recipe);
   return builder.append_root() && (is_alone || builder.is_worth_it()) ? builder.run() : std::nullopt;
 }
@@ -553,7 +556,7 @@ std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
 at::Tensor contiguous(const at::Tensor& tensor) {
   Value copy;
   copy.formula = formulas().same;
-  copy.operands = {keep(tensor, py::none(), py::none())};
+  copy.operands = {keep(tensor)};
   copy.set_layout(tensor.scalar_type(), tensor.device(), tensor.sizes(), c10::contiguous_strides(tensor.sizes()));
   const bool is_in_rows = tensor.is_cuda() && has_rows_of(tensor.strides(), copy.sizes, copy.strides);
   std::optional<at::Tensor> result = is_in_rows ? compute_fused(copy, /*is_alone=*/true) : std::nullopt;
@@ -574,8 +577,8 @@ std::optional<at::Tensor> compute_gradient(
   if (!agree(grad.sizes(), gradient.strides, *strides)) {
     return std::nullopt;  // elements in two orders: the input, once written, is read faster
   }
-  const py::object incoming = keep(grad, py::none(), py::none());
-  const py::object table = factors.defined() ? keep(factors, py::none(), py::none()) : py::none();
+  const py::object incoming = keep(grad);
+  const py::object table = factors.defined() ? keep(factors) : py::none();
   Builder builder(gradient);
   const bool is_appended =
       builder.append_gradient(input, value_of(incoming), opcode, factors.defined() ? &value_of(table) : nullptr, is_alone);

@@ -1,16 +1,23 @@
 #include "hook.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 
@@ -75,7 +82,7 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
       if (!outer.is_none()) {
         return {};
       }
-      value = keep(base, name_of(*node), py::none());
+      value = keep(base, name_of(*node));
     }
     note(value, node, number);
   }
@@ -228,6 +235,62 @@ bool is_wrapped() {
 #endif
 }
 
+// Whether it is read by a backward that a user has written, which may write to what it alone has saved.
+bool is_read_by_python() {
+#if FASTACT_RECOMPUTE
+  const auto reader = torch::autograd::get_current_node();
+  return reader && THPFunction_Check(wrapped(reader).ptr());
+#else
+  return false;
+#endif
+}
+
+// The value's tensor or, where that shares memory with another value's and PyTorch's doesn't, a copy: a clone's recipe gives
+// what was cloned.
+at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
+  Value* base = nullptr;
+  const Value* of = &value;
+  const auto first_operand = [&] { return is_value(of->operands[0]) ? &value_of(of->operands[0]) : nullptr; };
+  while (of->is_recipe() && of->formula.is(formulas().as_strided)) {
+    of = base = first_operand();
+  }
+  bool is_shared = false;
+  while (!is_shared && of->is_recipe() && (of = first_operand())) {
+    is_shared = of->has_memory_of(tensor);
+  }
+  if (!is_shared || !is_read_by_python()) {
+    return tensor;
+  }
+  if (!base) {
+    return tensor.clone();
+  }
+  const at::Tensor whole = base->tensor(), copy = whole.clone();
+  const int64_t offset = copy.storage_offset() + tensor.storage_offset() - whole.storage_offset();
+  return copy.strides() == whole.strides() ? copy.as_strided(tensor.sizes(), tensor.strides(), offset) : tensor.clone();
+}
+
+// Autograd's unpack hook.
+PyObject* called_to_unpack(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(is_value(object), "recompute: expected what its hook has packed, got ", Py_TYPE(object)->tp_name);
+  note_unpacking();
+  const auto owner = py::reinterpret_borrow<py::object>(object);
+  Value& value = value_of(object);
+  if (value.held.defined()) {
+    return THPVariable_Wrap(value.compute());
+  }
+  // As an op's own forward runs: below autograd and autocast. What is computed in inference mode would have no version.
+  std::optional<c10::InferenceMode> no_inference;
+  if (c10::InferenceMode::is_enabled()) {
+    no_inference.emplace(false);
+  }
+  const at::NoGradGuard no_grad;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  value.check_unwritten();
+  return THPVariable_Wrap(unshared(value, value.give()));
+  END_HANDLE_TH_ERRORS
+}
+
 }  // namespace
 
 void set_smallest(int64_t any, int64_t of_parameter) {
@@ -239,7 +302,7 @@ py::object pack_hook(const py::object& hook) {
 }
 
 const py::object& unpack_hook() {
-  static PyMethodDef method = {"unpack", unpack, METH_O, nullptr};
+  static PyMethodDef method = {"unpack", called_to_unpack, METH_O, nullptr};
   static auto& hook = *new py::object(py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
   return hook;
 }

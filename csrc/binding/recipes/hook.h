@@ -1,7 +1,8 @@
-// The hook that sees every tensor that autograd is about to save, and gives autograd a value in its place.
+// The hooks: one sees every tensor that autograd is about to save, and gives autograd a value in its place; the other gives the
+// tensor back.
 //
-// It is greedy: a tensor whose op has a rule, and whose operands have values, is let go; any other is kept, and is an operand
-// of what follows. The rules are Python's (activations_cuda/recipes/rules.py), and so is what verifies their formulas.
+// The first is greedy: a tensor whose op has a rule, and whose operands have values, is let go; any other is kept, and is an
+// operand of what follows. The rules are Python's (activations_cuda/recipes/rules.py), and so is what verifies their formulas.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -84,7 +84,7 @@ py::object copy_of(const at::Tensor& parameter) {
   const auto sizes = parameter.sizes();
   const bool is_small = std::count_if(sizes.begin(), sizes.end(), [](int64_t size) { return size > 1; }) < 2;
   const at::NoGradGuard no_grad;
-  return is_small && parameter.storage().nbytes() > 0 ? keep(parameter.clone(), py::none(), py::none()) : py::object();
+  return is_small && parameter.storage().nbytes() > 0 ? keep(parameter.clone()) : py::object();
 }
 
 }  // namespace fastact::recipes

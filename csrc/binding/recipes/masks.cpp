@@ -11,6 +11,7 @@
 
 #include "../../recipes/masks.h"
 #include "../devices.h"
+#include "../dispatch.h"
 #include "../older_torch.h"
 #include "derivation.h"
 #include "formulas.h"
@@ -87,8 +88,8 @@ at::Tensor unpack_mask(const at::Tensor& bits, at::IntArrayRef sizes, at::IntArr
 py::object value_of_mask(py::handle hook, const py::object& outer, const at::Tensor& tensor, const at::Tensor& owner) {
   const int64_t numel = owner.numel();
   const bool is_whole = numel == static_cast<int64_t>(owner.storage().nbytes()) && owner.is_non_overlapping_and_dense();
-  const bool has_kernel = owner.is_cpu() || owner.is_cuda();
-  if (owner.scalar_type() != at::kBool || numel == 0 || numel > 2 * tensor.numel() || !is_whole || !has_kernel) {
+  if (owner.scalar_type() != at::kBool || numel == 0 || numel > 2 * tensor.numel() || !is_whole ||
+      !has_kernels(owner.device())) {
     return {};
   }
   if (!assumes(hook) && reinterpret_cast<uintptr_t>(const_data(owner)) % sizeof(uint64_t) != 0) {

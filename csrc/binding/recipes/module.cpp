@@ -32,8 +32,7 @@ py::object recipe_like(py::handle like, const py::object& formula, const py::tup
   recipe.arguments = arguments;
   for (const py::handle each : operands) {
     recipe.operands.push_back(
-        THPVariable_Check(each.ptr()) ? keep(THPVariable_Unpack(each.ptr()), py::none(), py::none())
-                                      : py::reinterpret_borrow<py::object>(each));
+        THPVariable_Check(each.ptr()) ? keep(THPVariable_Unpack(each.ptr())) : py::reinterpret_borrow<py::object>(each));
   }
   return object;
 }
@@ -74,6 +73,7 @@ void add_step(py::module_& module) {
   module.def("operand", [](py::handle hook, py::handle node, size_t i, py::handle name, int depth) {
     const NodePointer pointer = node_behind(node);
     Step step(hook, pointer, 0, nullptr, depth);
+    TORCH_CHECK(Derivation::current, "recompute: expected a rule to read its step while it is asked");
     return or_underivable(operand(step, i, name.is_none() ? nullptr : name.ptr()));
   });
   module.def("argument", [](py::handle node, py::handle name) { return argument(node, name.ptr()); });

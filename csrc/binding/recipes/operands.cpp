@@ -24,14 +24,14 @@ bool follows_from_private(const Value& value) {
 // The value of a parameter, which is a leaf of the graph.
 py::object find_leaf(const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
   if (!is_freed(parameter)) {
-    py::object value = keep(parameter, py::none(), py::none());
+    py::object value = keep(parameter);
     note(value, node, number);
     return value;
   }
   if (depth > 1 || !is_cast(reader)) {
     return copy_of(parameter);
   }
-  py::object value = keep(parameter, py::none(), py::none());  // a module's own weight, cast
+  py::object value = keep(parameter);  // a module's own weight, cast
   value_of(value).is_private = true;
   return value;
 }
@@ -65,21 +65,26 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
     const auto found = between.find({node.get(), number});
     value = found != between.end() ? found->second.first : py::object();
   }
-  if (!value) {
-    if (is_of_leaf) {
-      return find_leaf(leaf_of(*node), reader, node, number, depth);
+  if (value) {
+    if (value_of(value).is_current() && !follows_from_private(value_of(value))) {
+      return value;
     }
-    if (underivable().contains(node, number)) {
-      return {};
-    }
-    value = derive({hook, node, number, nullptr, depth});
-    if (value) {
-      between[{node.get(), number}] = {value, node};
-    } else {
-      underivable().add(node, number);
-    }
-  } else if (!value_of(value).is_current() || follows_from_private(value_of(value))) {
+    dead_ends().add(node, number);
     return {};
+  }
+  if (is_of_leaf) {
+    value = find_leaf(leaf_of(*node), reader, node, number, depth);
+    Derivation::current->may_succeed_later |= !value;  // once it is gathered
+    return value;
+  }
+  if (dead_ends().contains(node, number)) {
+    return {};
+  }
+  value = derive({hook, node, number, nullptr, depth});
+  if (value) {
+    between[{node.get(), number}] = {value, node};
+  } else {
+    dead_ends().add(node, number);
   }
   return value;
 }

@@ -27,7 +27,6 @@
 namespace fastact::recipes {
 namespace {
 
-using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
@@ -57,7 +56,7 @@ bool fits(const Smooth& activation, c10::Device device) {
   try {
     const at::Tensor some = at::arange(1 << 20, at::dtype(at::kInt).device(device));
     const at::Tensor input = (some * 4097).view(at::kFloat), grad = (some * 40503).view(at::kFloat);
-    const py::object value = keep(input, py::none(), py::none());
+    const py::object value = keep(input);
     const auto found = compute_gradient(value_of(value), grad, *activation.gradient_opcode, {}, /*is_alone=*/true);
     bool is_equal = false;
     if (found) {
@@ -73,12 +72,9 @@ bool fits(const Smooth& activation, c10::Device device) {
   }
 }
 
-struct SmoothBackward : Node, WithOrigin {
+struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
   SmoothBackward(const Smooth& activation, Origin origin, const at::Tensor& self, SavedVariable input)
-      : Node(torch::autograd::collect_next_edges(self)),
-        WithOrigin(std::move(origin)),
-        activation_(activation),
-        fields_{std::move(input), activation.name} {}
+      : NodeOf(self, {std::move(input), activation.name}), WithOrigin(std::move(origin)), activation_(activation) {}
 
   variable_list apply(variable_list&& grads) override {
     if (!grads[0].defined()) {
@@ -93,20 +89,9 @@ struct SmoothBackward : Node, WithOrigin {
     return {activation_.backward(grads[0], unpack())};
   }
 
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    fields_.input.reset_data();
-  }
-
   std::string name() const override { return kSmoothNodeName; }
 
 #if FASTACT_COMPILED_AUTOGRAD
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override { collect(fields_, args); }
-
-  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
-    return call_in_graph(*this, fields_, apply_functional, grads, saved);
-  }
-
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
     const auto fields = from_arguments<SmoothFields<at::Tensor>>(saved);
     return {grads[0].defined() ? find_smooth(fields.activation)->backward(grads[0], fields.input) : at::Tensor()};
@@ -122,8 +107,9 @@ struct SmoothBackward : Node, WithOrigin {
   // None where PyTorch's op must compute the gradient.
   std::optional<at::Tensor> through_recipe(const at::Tensor& grad) {
     const auto dtype = grad.scalar_type();
-    if (!grad.is_cuda() || !is_plain(grad) || (dtype == at::kFloat ? !activation_.gradient_opcode : !is_half(dtype)) ||
-        grad.is_inference() || c10::InferenceMode::is_enabled()) {  // whose tensors have no version
+    if (!kHasCuda || !grad.is_cuda() || !is_plain(grad) ||
+        (dtype == at::kFloat ? !activation_.gradient_opcode : !is_half(dtype)) || grad.is_inference() ||
+        c10::InferenceMode::is_enabled()) {  // whose tensors have no version
       return std::nullopt;
     }
     const Tables* tables = is_half(dtype) ? tables_for(activation_, grad) : nullptr;
@@ -143,7 +129,6 @@ struct SmoothBackward : Node, WithOrigin {
   }
 
   const Smooth& activation_;
-  SmoothFields<SavedVariable> fields_;
 };
 
 }  // namespace

@@ -36,7 +36,7 @@ auto& registry() {
   return values;
 }
 
-constexpr size_t kMaxUnderivable = 1024;     // a scope around a whole training would collect them
+constexpr size_t kMaxDeadEnds = 1024;        // a scope around a whole training would collect them
 constexpr uint64_t kNodesBetweenEqual = 64;  // attention's three projections make about 20
 
 // By a recipe's first operand and its configuration, the latest.
@@ -231,7 +231,7 @@ void note(const py::object& object, const NodePointer& node, uint32_t number) {
   value.output_ = {node.get(), number};
   value.node_ = weak(node);
   registry()[value.output_] = &value;
-  underivable().forget_if_among(value.output_);
+  dead_ends().forget_if_among(value.output_);
 }
 
 py::object noted(const NodePointer& node, uint32_t number) {
@@ -242,30 +242,30 @@ py::object noted(const NodePointer& node, uint32_t number) {
   return object_of(*found->second);
 }
 
-void Underivable::begin(Key key) {
-  if (key != key_ || outputs_.size() > kMaxUnderivable) {
-    key_ = key;
+void DeadEnds::begin_derivation(Key scope_and_rules) {
+  if (scope_and_rules != scope_and_rules_ || outputs_.size() > kMaxDeadEnds) {
+    scope_and_rules_ = scope_and_rules;
     forget();
   }
 }
 
-void Underivable::add(const NodePointer& node, uint32_t number) {
+void DeadEnds::add(const NodePointer& node, uint32_t number) {
   outputs_.insert_or_assign({node.get(), number}, weak(node));
 }
 
-bool Underivable::contains(const NodePointer& node, uint32_t number) const {
+bool DeadEnds::contains(const NodePointer& node, uint32_t number) const {
   const auto found = outputs_.find({node.get(), number});
   return found != outputs_.end() && !found->second.expired();
 }
 
-void Underivable::forget_if_among(const Output& output) {
+void DeadEnds::forget_if_among(const Output& output) {
   if (outputs_.count(output) > 0) {
     forget();
   }
 }
 
-Underivable& underivable() {
-  static thread_local Underivable outputs;
+DeadEnds& dead_ends() {
+  static auto& outputs = *new DeadEnds();
   return outputs;
 }
 

@@ -152,8 +152,8 @@ py::object make_value();
 Value& value_of(py::handle object);
 bool is_value(py::handle object);
 
-// A kept value. `hooks` is None or the pair of hooks around the scope.
-py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks);
+// A kept value of a node of that name. `hooks` is the pair of hooks around the scope, if they are to have the tensor.
+py::object keep(const at::Tensor& tensor, const py::object& source = py::none(), const py::object& hooks = py::none());
 
 // Set where these hooks raise in it: that error is the user's, not this library's.
 extern thread_local bool hooks_outside_have_raised;
@@ -170,23 +170,25 @@ int64_t configuration_of(Value& value);
 void note(const py::object& value, const NodePointer& node, uint32_t number);
 py::object noted(const NodePointer& node, uint32_t number);
 
-// Outputs that don't follow from what is noted, for the scope and rules of this key: so a residual stream that nobody has saved
-// isn't searched to its beginning at each of its readers. Forgotten when one of them is noted, since others may follow from it.
-struct Underivable {
+// Outputs that don't follow from what is noted, so that a residual stream that nobody has saved isn't searched to its beginning
+// by each of its readers. They are those of one scope and its rules, and are forgotten when one of them is noted, since others
+// may follow from it.
+class DeadEnds {
+ public:
   using Key = std::pair<int64_t, const PyObject*>;
 
-  void begin(Key key);  // a derivation
+  void begin_derivation(Key scope_and_rules);
   void add(const NodePointer& node, uint32_t number);
   bool contains(const NodePointer& node, uint32_t number) const;
   void forget_if_among(const Output& output);
   void forget() { outputs_.clear(); }
 
  private:
-  Key key_ = {-1, nullptr};
+  Key scope_and_rules_ = {-1, nullptr};
   std::map<Output, WeakNode> outputs_;
 };
 
-Underivable& underivable();
+DeadEnds& dead_ends();
 
 // From a tensor that no node has made, as a mask, to the value that gave it to a backward pass, or null.
 py::object given(const at::Tensor& tensor);
