@@ -1,4 +1,4 @@
-"""Bit-identical replacements for PyTorch's activations that save less for the backward pass."""
+"""Trains PyTorch models in less memory, with bit-identical results."""
 
 from activations_cuda import _load, functional, modules
 from activations_cuda._load import build_info

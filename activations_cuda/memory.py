@@ -28,7 +28,7 @@ from activations_cuda.recipes.hook import Hook, unpack
 from activations_cuda.replacements import FUNCTIONS, class_for, original_of, set_class
 from activations_cuda.survey import Decision, Survey, summary
 
-__all__ = ["Decision", "LayerMemory", "MemoryReport", "memory_report", "require", "saved_bytes"]
+__all__ = ["Decision", "LayerMemory", "MemoryReport", "memory_report", "saved_bytes"]
 
 
 def require(name: str) -> Any:

@@ -98,7 +98,7 @@ def _describe(node, tensor, model):
         names = (name for name, each in nn.Module.named_modules(model) if each is module) if model is not None else ()
         name, kind = next(iter(names), ""), type(module).__name__
         saver = f", saved by {name} ({kind})" if name else f", saved by {kind}"
-    return f"{node.name()}, shape {list(tensor.shape)}, {tensor.dtype}{saver}: expected a recipe of the same bits, got others"
+    return f"{node.name()}, shape {list(tensor.shape)}, {tensor.dtype}{saver}: the recomputed tensor differs from the saved one"
 
 
 def _failed(tensor, error):

@@ -203,7 +203,7 @@ def layer_norm_whole(x, w, b, shape, eps):
 
 
 def _layer_norm_again(step: Step) -> Result:
-    """Of statistics that were rounded to a half type, and must be taken again. The node doesn't save eps."""
+    """Takes the statistics again, since the saved ones were rounded to a half type. The node doesn't save eps."""
     operands = (step.operand(i, name) for i, name in enumerate(("input", "weight", "bias")))
     return layer_norm_whole, tuple(operands), (*step.arguments("normalized_shape"), step.eps())
 

@@ -132,7 +132,6 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     # normalizations
     "NativeBatchNormBackward0": norms.batch_norm(torch.native_batch_norm, "eps", norms.NATIVE, norms.NATIVE_ON_CPU),
     "CudnnBatchNormBackward0": norms.batch_norm(torch.cudnn_batch_norm, "epsilon", norms.CUDNN),
-    "MiopenBatchNormBackward0": norms.batch_norm(torch.miopen_batch_norm, "epsilon", norms.CUDNN),
     "NativeLayerNormBackward0": norms.LAYER_NORM,
     "NativeGroupNormBackward0": norms.GROUP_NORM,
     "FusedRmsNormBackward0": norms.rms_norm,

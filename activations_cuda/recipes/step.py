@@ -49,7 +49,7 @@ class Op:
         convert: what makes the formula's arguments of the node's, or None if there is no recipe.
         when: the name of what must be true.
         contiguous: names of saved tensors that must be contiguous on the CPU, where the op rounds otherwise if they aren't.
-        otherwise: a rule for when it isn't, when an operand isn't known, or when no formula fits.
+        otherwise: a rule for where ``when`` is false, an operand isn't known, or no formula fits.
     """
 
     __slots__ = ("arguments", "contiguous", "convert", "formula", "operands", "otherwise", "saved", "when")

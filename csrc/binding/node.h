@@ -88,7 +88,7 @@ template <class Fields>
 void collect(const Fields& fields, torch::dynamo::autograd::CompiledNodeArgs& args) {
   Fields::each(fields, [&](const auto& field) {
     if constexpr (std::is_same_v<std::decay_t<decltype(field)>, torch::autograd::SavedVariable>) {
-      args.collect(field, /*is_output=*/true);  // or not, which makes no difference
+      args.collect(field, /*is_output=*/true);  // the flag makes no difference here
     } else {
       args.collect(as_argument(field, nullptr));
     }

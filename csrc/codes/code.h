@@ -44,7 +44,7 @@ class Numbers {
     return low | high << kLow;
   }
 
-  // Of a number that is still 0.
+  // Number i must still be 0.
   FASTACT_HOST_DEVICE void set(int i, uint32_t number) {
     low_ |= static_cast<Low>(number & ((1u << kLow) - 1)) << (kLow * i);
     high_ |= static_cast<High>((number >> kLow) << (kHigh * i));

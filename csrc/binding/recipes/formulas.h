@@ -42,7 +42,7 @@ struct Facts {
   bool varies_with(const py::object& arguments) const;
 };
 
-// Of a formula; none are known of most.
+// The facts of a formula; for most there are none.
 const Facts& facts_of(const py::object& formula);
 void set_facts(const py::dict& facts);  // of these formulas; what is known of others stays
 

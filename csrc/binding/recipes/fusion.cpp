@@ -175,7 +175,7 @@ class Builder {
     return true;
   }
 
-  // The element is an operand's: computed as part of this program, or read.
+  // Computes an operand's element as part of this program, or loads it.
   bool append_operand(const Value& reader, Value& value) {
     if (try_inline(reader, value)) {
       return true;

@@ -39,7 +39,7 @@ bool is_leaf(const torch::autograd::Edge& edge);
 // or a view. An op that wrote to one since has written to all.
 bool is_alias(const at::Tensor& leaf);
 
-// Of a leaf that is known to be a parameter, and of any.
+// Whether sharded training frees it between passes. The first takes the leaf for a parameter, the second asks.
 bool is_freed(const at::Tensor& parameter);
 bool is_freed_parameter(const at::Tensor& leaf);
 

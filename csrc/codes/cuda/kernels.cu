@@ -15,7 +15,7 @@ static_assert(Vector<uint16_t>::size == kGroup);
 // elements two take up to 0.6 us longer than one).
 constexpr int64_t kLarge = int64_t{1} << 25;
 
-// Without a code where an entry has room for an output alone.
+// Writes no code if the table's entries are outputs alone.
 template <int bits, Access access, int groups, class Entry>
 __global__ void __launch_bounds__(kThreads<uint16_t>)
     encode_kernel(const Entry* table, const uint16_t* x, RowIndex rows, uint16_t* y, uint8_t* code, int64_t n) {
