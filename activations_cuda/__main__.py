@@ -64,11 +64,13 @@ def report(arguments):
             result = memory_report(model, images, recompute=arguments.recompute)
     except Exception as error:  # whatever a model raises that wants something else
         raise ValueError(f"{arguments.model} doesn't take images of shape {shape}: {error}") from error
-    if arguments.json:
-        arguments.json.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
-    if arguments.chart:
-        result.plot(arguments.chart)
-    print(result)
+    try:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+        if arguments.chart:
+            result.plot(arguments.chart)
+    finally:  # after which the pipe may be closed
+        print(result)
 
 
 def why_no_gpu(built):

@@ -95,7 +95,7 @@ def _keeps_nothing(hook):
     values += [*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values(), *hook.__code__.co_consts]
     instructions = list(dis.get_instructions(hook))
     names = {instruction.opname for instruction in instructions}
-    # Or whatever else has that name.
+    # Any other variable of that name counts as well.
     reads_module = any(name in _variables(each) for name in hook.__code__.co_varnames[:1] for each in instructions)
     is_pure = EFFECTS.isdisjoint(hook.__code__.co_names) and names.isdisjoint(("STORE_GLOBAL", "IMPORT_NAME"))
     return is_pure and not reads_module and all(map(_is_constant, values))

@@ -229,15 +229,13 @@ RECOMPUTE = [
     ),
     Mutant("nodes by their address alone", VALUE, " || found->second->node_->expired()", ""),
     Mutant("writes to what others hold", COMPUTING, " && strided.storage().use_count() == 1", ""),
-    Mutant(
-        "computed under autocast", COMPUTING, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"
-    ),
+    Mutant("computed under autocast", HOOK, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"),
     Mutant("a value of another version", VALUE, "version != version_of(tensor) || ", ""),
     Mutant(
         "an operand that was written to",
         OPERANDS,
-        "!value_of(value).is_current() || follows_from_private",
-        "follows_from_private",
+        "if (value_of(value).is_current() && !follows",
+        "if (!follows",
     ),
     Mutant(
         "any hook is a scope's",
@@ -253,7 +251,7 @@ RECOMPUTE = [
         "a recipe of what is overwritten", HOOK, "value_of(value).is_recipe() && !is_written", "value_of(value).is_recipe()"
     ),
     Mutant("a recipe's version, in place", HOOK, "value_of(value).replaced.reset();", ""),
-    Mutant("a sharded weight is not copied", LEAVES, "keep(parameter.clone(), py::none()", "keep(parameter, py::none()"),
+    Mutant("a sharded weight is not copied", LEAVES, "keep(parameter.clone())", "keep(parameter)"),
     Mutant("a gradient that isn't selected", INSTRUCTIONS, "first == 0 && std::signbit(first) ? 0.0f : ", ""),
     Mutant("moved in float32", COMPUTING, "wide.half() == value.dtype", "false"),
     Mutant("movements of a half type computed anew", COMPUTING, "if (operand.readers < 2) {", "if (true) {"),
@@ -327,8 +325,8 @@ RECOMPUTE = [
         "dims[dim] = leaf.order[dim]",
     ),
     Mutant("parts that nobody has kept", JOINED, "!can_be_kept(unknown", "true || !can_be_kept(unknown"),
-    Mutant("what is computed in inference mode", COMPUTING, "no_inference.emplace(false)", "no_inference.emplace(true)"),
-    Mutant("a clone's memory is shared", COMPUTING, "!is_shared || ", "true || "),
+    Mutant("what is computed in inference mode", HOOK, "no_inference.emplace(false)", "no_inference.emplace(true)"),
+    Mutant("a clone's memory is shared", HOOK, "!is_shared || ", "true || "),
     Mutant(
         "strides that a saved clone has",
         COMPUTING,

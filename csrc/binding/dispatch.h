@@ -17,7 +17,7 @@ constexpr bool kHasCuda = true;
 constexpr bool kHasCuda = false;
 #endif
 
-// A build for the CPU also serves a torch that has GPUs.
+// Whether this build has kernels for a device: one for the CPU may run under a torch that has GPUs.
 inline bool has_kernels(c10::Device device) {
   return device.is_cpu() || (kHasCuda && device.is_cuda());
 }

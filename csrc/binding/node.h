@@ -62,8 +62,7 @@ std::weak_ptr<AnyNode> weak(const std::shared_ptr<AnyNode>& node) {
 
 using WeakNode = decltype(weak(NodePointer()));
 
-#if FASTACT_COMPILED_AUTOGRAD
-// Compiled autograd asks several things of each field of a node. So a node's fields are a struct that lists them once:
+// A node's fields are a struct that lists them once, because compiled autograd asks several things of each:
 //
 //     template <class Saved>  // SavedVariable in the node, at::Tensor once they are arguments
 //     struct Fields {
@@ -71,6 +70,7 @@ using WeakNode = decltype(weak(NodePointer()));
 //       static void each(Self& self, const Visit& visit);  // calls visit(self.field) for each
 //     };
 
+#if FASTACT_COMPILED_AUTOGRAD
 // A field as an argument.
 template <class Field>
 const Field& as_argument(const Field& field, const NodePointer&) {

@@ -22,7 +22,7 @@ struct Derivation {
   std::vector<std::pair<py::object, py::object>> untried;
   std::map<Output, std::pair<py::object, NodePointer>> between;
   bool has_failed_attempts = false;
-  bool may_succeed_later = false;  // what has failed, for another reason than what it follows from
+  bool may_succeed_later = false;  // something failed for a reason that may pass
   Derivation* outer;
   static thread_local Derivation* current;
 

@@ -152,7 +152,7 @@ py::object make_value();
 Value& value_of(py::handle object);
 bool is_value(py::handle object);
 
-// A kept value of a node of that name. `hooks` is the pair of hooks around the scope, if they are to have the tensor.
+// A kept value. `source` is the name of the node; `hooks` are those around the scope, if they are to have the tensor.
 py::object keep(const at::Tensor& tensor, const py::object& source = py::none(), const py::object& hooks = py::none());
 
 // Set where these hooks raise in it: that error is the user's, not this library's.
