@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from activations_cuda.recipes.scope import recompute
+from activations_cuda.recipes.scope import Options
 from activations_cuda.replacements import original_of
 
 PARALLEL = nn.DataParallel, nn.parallel.DistributedDataParallel
-OF_RECOMPUTE = {name for name, each in signature(recompute).parameters.items() if each.kind is Parameter.KEYWORD_ONLY}
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
@@ -59,7 +58,7 @@ def check_initialized(name: str, model: nn.Module) -> None:
 
 def _check_options(name, forward, args, kwargs):
     """What is an argument of recompute() isn't taken for an input."""
-    options = OF_RECOMPUTE & set(kwargs)
+    options = set(Options._fields) & set(kwargs)
     try:
         parameters = signature(forward).parameters if options else {}
     except (TypeError, ValueError):  # it has no signature

@@ -14,7 +14,8 @@ from torch import nn
 
 from activations_cuda import _C
 from activations_cuda.arguments import arguments_of, check_initialized, check_model, unwrapped
-from activations_cuda.recipes.scope import is_suspended
+from activations_cuda.recipes.scope import is_suspended, options_of
+from activations_cuda.recipes.scope import recompute as Scope
 from activations_cuda.replacements import (
     FUNCTIONS,
     ORIGINALS,
@@ -100,7 +101,7 @@ def convert(
     *inputs: Any,
     classes: type | Iterable[type] | None = None,
     example_inputs: Any = None,
-    recompute: bool = False,
+    recompute: bool | Scope = False,
     **keyword_inputs: Any,
 ) -> Model:
     """Let a model's activations save less for backward: the same numbers, in less memory.
@@ -129,8 +130,9 @@ def convert(
             Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with inputs, also ReLU, GELU, SiLU, Hardswish and
             Mish.
         example_inputs: the inputs, by keyword.
-        recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit. It
-            stays so in later calls, until :func:`revert`. All smooth activations are converted then: their outputs are
+        recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit, or
+            such a scope with its options: ``recompute=activations_cuda.recompute(convolutions=True)``. It stays so in later
+            calls, until :func:`revert`. All smooth activations are converted then: their outputs are
             recomputed, and in place they don't copy their input.
         keyword_inputs: keyword arguments of the forward pass.
 
@@ -148,11 +150,12 @@ def convert(
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
-    in_scope = recompute or recomputes(unwrapped(model))  # by an earlier call
+    options = options_of(recompute)
+    in_scope = bool(options or recomputes(unwrapped(model)))  # by an earlier call
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
-    if surveyed or recompute:
+    if surveyed or options:
         check_initialized("convert", model)
-    if recompute:
+    if options:
         _check_forward(unwrapped(model))
     if surveyed:
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
@@ -178,14 +181,16 @@ def convert(
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
     functions = {_originals.get(module, module): names for module, names in functions.items()}
-    scoped = set(filter(recomputes, nn.Module.modules(model))) if surveyed or recompute else set()  # by an earlier call
-    if recompute and original_of(type(unwrapped(model))) not in OURS:
-        scoped.add(unwrapped(model))
+    scoped = {}
+    if surveyed or options:
+        scoped = {module: each for module in nn.Module.modules(model) if (each := recomputes(module))}  # by an earlier call
+    if options and original_of(type(unwrapped(model))) not in OURS:
+        scoped[unwrapped(model)] = options
     if scoped:
         lines.append("the rest is recomputed")
     modules = {*functions, *scoped}
-    kinds = {module: class_for(module, functions.get(module, frozenset()), module in scoped) for module in modules}
-    if surveyed or recompute:
+    kinds = {module: class_for(module, functions.get(module, frozenset()), scoped.get(module)) for module in modules}
+    if surveyed or options:
         revert_all(model)
     try:
         _replace(model, kinds)

@@ -25,6 +25,8 @@ from activations_cuda.dry_run import (
     storages_of,
 )
 from activations_cuda.recipes.hook import Hook, unpack
+from activations_cuda.recipes.scope import options_of
+from activations_cuda.recipes.scope import recompute as Scope
 from activations_cuda.replacements import FUNCTIONS, class_for, original_of, set_class
 from activations_cuda.survey import Decision, Survey, summary
 
@@ -154,18 +156,20 @@ class Recomputed:
         rules: the bytes that each rule replaced.
     """
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, names: Mapping[nn.Module, frozenset[str]]) -> None:
+    def __init__(
+        self, model: nn.Module, args: Any, kwargs: Any, names: Mapping[nn.Module, frozenset[str]], convolutions: bool
+    ) -> None:
         model = unwrapped(model)
         self.kept: Counter[nn.Module] = Counter()
         self.rules: Counter[str] = Counter()
-        self._converted = names
+        self._converted, self._convolutions = names, convolutions
         self._modules = [*nn.Module.modules(model)]
         run_copy(model, args, kwargs, self._watch)
 
     def _watch(self, copier, model, args, kwargs):
         for module, functions in self._converted.items():
             set_class(copier(module), class_for(copier(module), functions))
-        pack_value = Hook(None, check=False, outer=None, assumes=True).pack
+        pack_value = Hook(None, check=False, outer=None, convolutions=self._convolutions, assumes=True).pack
         values = []
         first: dict[StorageWeakRef, nn.Module] = {}
         running = running_module(copier, self._modules)
@@ -197,7 +201,7 @@ def _kept_storages(value):
 
 
 def memory_report(
-    model: nn.Module, *inputs: Any, example_inputs: Any = None, recompute: bool = False, **keyword_inputs: Any
+    model: nn.Module, *inputs: Any, example_inputs: Any = None, recompute: bool | Scope = False, **keyword_inputs: Any
 ) -> MemoryReport:
     """What autograd saves for a model's backward pass, layer by layer, before and after conversion.
 
@@ -216,7 +220,7 @@ def memory_report(
             only shape, strides, dtype and requires_grad matter, so ``torch.empty(256, 3, 224, 224, device="meta")`` will do.
         example_inputs: the inputs, by keyword.
         recompute: whether to report what is saved within :func:`recompute` too, by ``convert(model, *inputs, recompute=True)``,
-            given that every formula fits.
+            given that every formula fits; or, as there, such a scope with its options.
         keyword_inputs: its keyword arguments.
 
     Returns:
@@ -233,9 +237,9 @@ def memory_report(
     found = Survey(model, args, kwargs, frozenset(FUNCTIONS.values()))
     before, after, decisions = found.saved(frozenset()), found.saved(found.chosen), found.decisions()
     within = None
-    if recompute:
+    if options := options_of(recompute):
         found.decide(recompute=True)
-        within = Recomputed(model, args, kwargs, found.converts())
+        within = Recomputed(model, args, kwargs, found.converts(), options.convolutions)
     layers = tuple(
         LayerMemory(
             name, original_of(type(module)).__name__, before[module], after[module], within.kept[module] if within else None

@@ -11,7 +11,7 @@ import sys
 import types
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from inspect import signature, unwrap
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import functional, modules
 from activations_cuda._torch_version import is_dynamo_compiling, is_exporting
-from activations_cuda.recipes import recompute
+from activations_cuda.recipes.scope import Options, recompute
 
 OURS: dict[type, type] = {getattr(nn, name): getattr(modules, name) for name in modules.__all__}
 ORIGINALS = {ours: original for original, ours in OURS.items()}
@@ -172,11 +172,9 @@ def _forward(self, *args, **kwargs):
     # Without a gradient nothing is saved, and PyTorch's fast paths for inference step aside where there is a mode.
     if not torch.is_grad_enabled() or is_dynamo_compiling() or is_exporting() or torch.jit.is_tracing():
         return forward(*args, **kwargs)
-    if ours._fastact_recomputes:
-        forward = recompute()(forward)
-    if not ours._fastact_names or has_fast_path(self):
-        return forward(*args, **kwargs)
-    with _forward_mode(ours._fastact_names) as mode:  # noqa: F841, which is_meant looks for
+    scope = recompute(**ours._fastact_recomputes._asdict()) if ours._fastact_recomputes else nullcontext()
+    has_mode = ours._fastact_names and not has_fast_path(self)
+    with scope, _forward_mode(ours._fastact_names) if has_mode else nullcontext() as mode:  # noqa: F841, is_meant looks for it
         return forward(*args, **kwargs)
 
 
@@ -238,9 +236,9 @@ def is_converted(module: nn.Module) -> bool:
     return original_of(type(module)) is not type(module)
 
 
-def recomputes(module: nn.Module) -> bool:
-    """Whether its forward runs within a scope."""
-    return vars(type(module)).get("_fastact_recomputes", False)
+def recomputes(module: nn.Module) -> Options | None:
+    """The options of the scope within which its forward runs, if it does."""
+    return vars(type(module)).get("_fastact_recomputes")
 
 
 def is_derived(module: nn.Module) -> bool:
@@ -248,7 +246,7 @@ def is_derived(module: nn.Module) -> bool:
     return getattr(type(module), "_fastact_class", type(module)) is not type(module)
 
 
-def class_for(module: nn.Module, names: frozenset[str], recomputes: bool = False) -> type:
+def class_for(module: nn.Module, names: frozenset[str], recomputes: Options | None = None) -> type:
     """The class whose forward calls this package's functions of these names, and saves recipes."""
     original = original_of(type(module))
     return OURS.get(original) or _converted_class(original, names, recomputes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import sys
 from contextlib import nullcontext
 
@@ -16,9 +17,9 @@ from activations_cuda import _C, memory
 from activations_cuda import __main__ as command
 from activations_cuda.__main__ import main
 from activations_cuda.memory import LayerMemory, memory_report, saved_bytes
-from activations_cuda.replacements import original_of, set_class
+from activations_cuda.replacements import original_of, recomputes, set_class
 from nets import NETS, images
-from recomputing import Plain, Scope
+from recomputing import Plain, Scope, bytes_of
 
 MIB = 2**20
 
@@ -234,7 +235,7 @@ def test_command(model, capsys, tmp_path):
     assert result["after"] < 0.72 * result["before"]
     assert "\nin all" in capsys.readouterr().out
     assert paths[1].stat().st_size > 10000
-    assert "do you mean" in fails(["report", model + "0"], capsys)
+    assert "did you mean" in fails(["report", model + "0"], capsys)
 
 
 def kept_in_scope(model, x):
@@ -262,6 +263,39 @@ def test_report_of_the_scope(name, autocast):
     assert report.recompute == kept if not autocast else abs(report.recompute / kept - 1) < 0.03
     assert sum(report.recomputed.values()) > 0 and "recompute, " in str(report) and "iB by" in str(report)
     assert memory_report(model, x).recompute is None
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_scope_with_options():
+    """In place of True."""
+
+    def saved():
+        values = []
+
+        def pack(tensor):
+            values.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = net(x).square().mean()
+        return bytes_of(values), torch.autograd.grad(loss, net.parameters())
+
+    torch.manual_seed(0)
+    options, x = activations_cuda.recompute(check=True, convolutions=True), torch.randn(4, 3, 32, 32)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 8, 1)
+    )
+    within, with_convolutions = (memory_report(net, x, recompute=given).recompute for given in (True, options))
+    activations_cuda.convert(net, x, recompute=True)
+    saved()
+    before, expected = saved()
+    activations_cuda.convert(net, x, recompute=options)
+    activations_cuda.convert(net, x)  # whose scope stays
+    saved()
+    after, found = saved()
+    assert before - after == within - with_convolutions == 4 * 16 * 28 * 28 * 4 and all(map(torch.equal, found, expected))
+    made = pickle.loads(pickle.dumps(net))
+    assert type(made) is type(net) and recomputes(made) == options.options
 
 
 def requested_bytes():

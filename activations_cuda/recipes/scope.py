@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from inspect import isasyncgenfunction, isclass, iscoroutinefunction, isgeneratorfunction
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,13 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
+
+
+class Options(NamedTuple):
+    """What :class:`recompute` is called with beside a model."""
+
+    check: bool = False
+    convolutions: bool = False
 
 
 class recompute:
@@ -70,6 +77,10 @@ class recompute:
             hint = ": as a decorator it is called, @recompute()" if callable(model) else ""
             raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}{hint}")
         self.model, self.check, self.convolutions = model, check, convolutions
+
+    @property
+    def options(self) -> Options:
+        return Options(self.check, self.convolutions)
 
     def _hook(self, outer):
         """What to have autograd call, or None where this scope does nothing."""
@@ -127,3 +138,10 @@ class recompute:
                 return function(*args, **kwargs)
 
         return within  # type: ignore[return-value]
+
+
+def options_of(given: bool | recompute) -> Options | None:
+    """Those of a scope, which ``True`` stands for one without any of; None for no scope."""
+    if isinstance(given, recompute):
+        return given.options
+    return Options() if given else None
