@@ -117,6 +117,11 @@ def _forward_mode(names):
     return _ForwardMode(names)
 
 
+@cache
+def _scope(options):
+    return recompute(**options._asdict()) if options else nullcontext()
+
+
 # The methods of a converted class, in its own dict: with a second base the layout of its instances would change, and a module's
 # `__class__` couldn't be set.
 
@@ -172,9 +177,9 @@ def _forward(self, *args, **kwargs):
     # Without a gradient nothing is saved, and PyTorch's fast paths for inference step aside where there is a mode.
     if not torch.is_grad_enabled() or is_dynamo_compiling() or is_exporting() or torch.jit.is_tracing():
         return forward(*args, **kwargs)
-    scope = recompute(**ours._fastact_recomputes._asdict()) if ours._fastact_recomputes else nullcontext()
     has_mode = ours._fastact_names and not has_fast_path(self)
-    with scope, _forward_mode(ours._fastact_names) if has_mode else nullcontext() as mode:  # noqa: F841, is_meant looks for it
+    mode_or_none = _forward_mode(ours._fastact_names) if has_mode else nullcontext()
+    with _scope(ours._fastact_recomputes), mode_or_none as mode:  # noqa: F841, which is_meant looks for
         return forward(*args, **kwargs)
 
 

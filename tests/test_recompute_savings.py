@@ -472,6 +472,17 @@ def test_what_follows_from_what_was_written_to_may_follow_later():
     del kept, again
 
 
+def test_what_follows_once_strides_are_known_may_follow_later():
+    """With an alpha, a sum's bits on the CPU depend on them."""
+    with recompute():
+        a, b = (F.linear(torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)) for _ in range(2))
+        kept, double = [Keep.apply(a), Keep.apply(b)], a * 2
+        x = torch.add(double, b, alpha=0.3)
+        assert not _saves_a_recipe(Keep.apply(x * 3))
+        kept.append(Keep.apply(double))
+        assert _saves_a_recipe(Keep.apply(x * 5))
+
+
 def test_what_another_thread_saves_may_be_followed():
     a = F.linear(torch.randn(64, 64), torch.randn(64, 64, requires_grad=True))
     x, kept = -a, []

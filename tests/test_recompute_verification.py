@@ -114,6 +114,15 @@ def test_a_wrong_rule_is_not_used(monkeypatch):
     assert None in _C.recipes.chosen().values()
 
 
+def test_a_step_is_read_while_its_rule_is_asked(monkeypatch):
+    steps = []
+    monkeypatch.setitem(RULES, "SinBackward0", lambda step: steps.append(step) or (torch.sin, (step.operand(0, "self"),), ()))
+    with recompute():
+        Keep.apply(torch.randn(64, 64, requires_grad=True).sin())
+    with pytest.raises(RuntimeError, match="expected a rule to read its step while it is asked"):
+        steps[0].operand(0, "self")
+
+
 def test_check(monkeypatch):
     wrong = doctor(monkeypatch)
     net, x = small_net()

@@ -76,26 +76,23 @@ class recompute:
         if model is not None and not isinstance(model, nn.Module):
             hint = ": as a decorator it is called, @recompute()" if callable(model) else ""
             raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}{hint}")
-        self.model, self.check, self.convolutions = model, check, convolutions
-
-    @property
-    def options(self) -> Options:
-        return Options(self.check, self.convolutions)
+        self.model, self.options = model, Options(check, convolutions)
 
     def _hook(self, outer):
         """What to have autograd call, or None where this scope does nothing."""
         if not _autograd._saved_tensors_hooks_is_enabled():  # within torch.func's transforms
             return None
+        check, convolutions = self.options
         if outer is None:
-            return Hook(self.model, self.check, None, self.convolutions)
+            return Hook(self.model, check, None, convolutions)
         if getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
             return None  # saves nothing itself, and counts what its function saves
         around = getattr(outer[0], "__self__", None)
         if isinstance(around, Hook):
             model = around.model if self.model is None else self.model
-            convolutions = self.convolutions or around.convolutions
-            return Hook(model, self.check or around.check, around.outer, convolutions, begins=around.begins)
-        return Hook(self.model, self.check, outer, self.convolutions)
+            convolutions = convolutions or around.convolutions
+            return Hook(model, check or around.check, around.outer, convolutions, begins=around.begins)
+        return Hook(self.model, check, outer, convolutions)
 
     def __enter__(self) -> "recompute":
         if not is_dynamo_compiling():
