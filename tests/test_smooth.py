@@ -493,29 +493,36 @@ def test_first_use_by_many_threads_and_after_a_fork(row):
 
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer's own allocator may be locked in a fork")
 def test_a_fork_while_another_thread_makes_the_tables(row):
-    """The child has the lock's state and not the thread that holds it."""
+    """The child has the lock's state and not the thread that holds it. The same is true of PyTorch's own locks, which the
+    thread doesn't hold here: a generator's, oneDNN's, and those of what an op sets up when it first runs."""
+    if row.name == "gelu":
+        pytest.skip("PyTorch computes it by oneDNN, which locks its cache")
     run(f"""
         import os, threading, time, torch
         from family import HALF_TYPES, SMOOTH
         row = SMOOTH[{SMOOTH.index(row)}]
         torch.set_num_threads(1)
+        first, second = (torch.ones(64, dtype=dtype, requires_grad=True) for dtype in HALF_TYPES)
+        row(first)
         def use():
-            for dtype in HALF_TYPES:
-                row(torch.randn(64, dtype=dtype, requires_grad=True))
+            row(second)
         thread = threading.Thread(target=use)
         thread.start()
-        time.sleep(0.02)
-        child = os.fork()
-        if child == 0:
-            use()
-            os._exit(0)
-        thread.join()
-        end = time.monotonic() + 60
-        while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
-            time.sleep(0.1)
-        if done == (0, 0):
-            os.kill(child, 9)
-        assert done == (child, 0)
+        children = []
+        while thread.is_alive():
+            time.sleep(0.02)
+            child = os.fork()
+            if child == 0:
+                use()
+                os._exit(0)
+            children.append(child)
+        end, statuses = time.monotonic() + 60, []
+        for child in children:
+            while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < end:
+                time.sleep(0.1)
+            os.kill(child, 9)  # if it still runs
+            statuses.append(os.waitpid(child, 0)[1])
+        assert not any(statuses), statuses
     """)
 
 
