@@ -154,6 +154,15 @@ def _without_reports_of_fakes():
         logger.removeFilter(mute)
 
 
+@contextmanager
+def _only_fakes_afterwards(mode):
+    """If some cache has a fake tensor then, the model's next call is an error rather than fake."""
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = False
+
+
 # Random states and torch.compile's stance are the whole process's: two threads could restore what the other has set.
 _one_at_a_time = threading.RLock()
 
@@ -179,51 +188,57 @@ def _run(run, copier, model, args, kwargs):
 
 def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
     """Call run(copier, model, args, kwargs) with copies on fake tensors or, if the model depends on values, on real ones."""
-    state = state_of(model)
     # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors autocast
     # would change nothing, and attention, for example, would save more.
     default = torch.device("cuda" if torch.is_autocast_enabled() else "cpu")
-    device = next((tensor.device for tensor in state if not tensor.is_meta), default)
+    device = next((tensor.device for tensor in state_of(model) if not tensor.is_meta), default)
     fake, mode = _fakes(device)
-    is_there = device.type != "cuda" or torch.cuda.is_available()
     copier = Copier(fake)
-    try:
-        with torch.inference_mode(False), _without_reports_of_fakes():
-            copies = copier((model, args, kwargs))
-            try:
+    is_there = device.type != "cuda" or torch.cuda.is_available()
+    with torch.inference_mode(False):
+        try:
+            with _without_reports_of_fakes(), _only_fakes_afterwards(mode):
+                copies = copier((model, args, kwargs))
                 with nullcontext() if is_there else mode:
                     _run(run, copier, *copies)
-            finally:  # where some cache has a fake tensor now, the model's next call is an error rather than fake
-                mode.allow_non_fake_inputs = False
-    except Exception as error:
-        if "saved tensor hooks" in str(error):
-            raise RuntimeError(
-                "the model's forward pass calls a transform of torch.func, in which PyTorch has no hooks on saved tensors: it "
-                "can't be surveyed; convert(model) needs no inputs"
-            ) from error
-        if any(tensor.is_meta for tensor, _ in copier.copies.values() if isinstance(tensor, Tensor)):
-            if not isinstance(error, FAKES_WONT_DO):
-                raise
-            raise RuntimeError(
-                f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
-                "inputs with values, got some on the meta device"
-            ) from error
-        try:
-            with torch.inference_mode(False):
-                copier = Copier(_clone)
-                try:
-                    _run(run, copier, *copier((model, args, kwargs)))
-                finally:
-                    torch.clear_autocast_cache()  # which keeps the copies of parameters until autocast ends
-        except torch.cuda.OutOfMemoryError:  # most likely the model doesn't take these inputs
-            raise error  # noqa: B904 (it has both)
-        except AssertionError as error:
-            if "convert all Tensors to FakeTensors" not in str(error):
-                raise
-            raise RuntimeError(
-                "the model's forward pass finds a fake tensor in a cache, where an earlier pass of a copy has left it: clear "
-                "the cache, which is in a class or a global variable"
-            ) from error
+        except Exception as error:
+            _raise_if_final(error, copier)
+            try:
+                _run_on_clones(run, model, args, kwargs)
+            except torch.cuda.OutOfMemoryError:  # most likely the model doesn't take these inputs
+                raise error  # noqa: B904 (it has both)
+
+
+def _raise_if_final(error, copier):
+    """Where a dry run on fake tensors has failed and real ones won't do either."""
+    if "saved tensor hooks" in str(error):
+        raise RuntimeError(
+            "the model's forward pass calls a transform of torch.func, in which PyTorch has no hooks on saved tensors: it "
+            "can't be surveyed; convert(model) needs no inputs"
+        ) from error
+    if not any(tensor.is_meta for tensor, _ in copier.copies.values() if isinstance(tensor, Tensor)):
+        return
+    if not isinstance(error, FAKES_WONT_DO):
+        raise error
+    raise RuntimeError(
+        f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
+        "inputs with values, got some on the meta device"
+    ) from error
+
+
+def _run_on_clones(run, model, args, kwargs):
+    copier = Copier(_clone)
+    try:
+        _run(run, copier, *copier((model, args, kwargs)))
+    except AssertionError as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise RuntimeError(
+            "the model's forward pass finds a fake tensor in a cache, where an earlier pass of a copy has left it: clear "
+            "the cache, which is in a class or a global variable"
+        ) from error
+    finally:
+        torch.clear_autocast_cache()  # which keeps the copies of parameters until autocast ends
 
 
 def running_module(copier: Copier, modules: Collection[nn.Module]) -> Callable[[], nn.Module]:
