@@ -112,7 +112,9 @@ def main(argv=None):
     command.add_argument("model", help="torchvision:NAME or timm:NAME, as in torchvision:mobilenet_v2")
     command.add_argument("--batch", type=positive, default=1, help="images in a batch (default: %(default)s)")
     command.add_argument("--size", type=positive, default=224, help="height and width of an image (default: %(default)s)")
-    command.add_argument("--autocast", choices=["bfloat16", "float16"], help="train under torch.autocast in this dtype")
+    command.add_argument(
+        "--autocast", choices=["bfloat16", "float16"], help="count under torch.autocast with this dtype"
+    )
     command.add_argument("--recompute", action="store_true", help="report what is saved within recompute() too")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file too")
     command.add_argument("--chart", type=Path, metavar="FILE", help="draw a bar chart into this file, e.g. a PNG or SVG")

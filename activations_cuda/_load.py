@@ -57,8 +57,8 @@ def check_gpus(built_cuda: str | None) -> None:
     """Warn where a build without CUDA meets a GPU, which setup.py can't say aloud: pip hides what it prints."""
     if built_cuda is None and torch.version.cuda is not None and torch.cuda.device_count() > 0:
         warnings.warn(
-            f"activations_cuda {version} was built without CUDA: on this machine's GPU it computes by PyTorch's ops, and saves "
-            f"a byte per element. Build it with CUDA, which needs its toolkit: FORCE_CUDA=1 {FIX}",
+            f"activations_cuda {version} was built without CUDA: on this machine's GPU it computes with PyTorch's ops, and "
+            f"saves a byte per element. Build it with CUDA, which needs its toolkit: FORCE_CUDA=1 {FIX}",
             stacklevel=2,
         )
 
@@ -81,10 +81,10 @@ def build_info() -> dict[str, Any]:
     """How the installed package was built.
 
     Returns:
-        dict: ``version`` of this package and the git ``commit`` it was built from (None outside of a checkout); ``torch``
-        version that what serves this torch was compiled against; ``cuda`` version of that torch and ``cuda_toolkit`` that
-        compiled the kernels (both None in a CPU build); ``archs``, the GPU architectures it holds code for, as in
-        TORCH_CUDA_ARCH_LIST; ``compiler`` of the host code.
+        dict: ``version`` of this package and the git ``commit`` it was built from (None outside of a checkout); ``torch``, the
+        version that the loaded binding was compiled against; ``cuda`` version of that torch and ``cuda_toolkit`` that compiled
+        the kernels (both None in a CPU build); ``archs``, the GPU architectures it holds code for, as in TORCH_CUDA_ARCH_LIST;
+        ``compiler`` of the host code.
     """
     return {
         "version": version,

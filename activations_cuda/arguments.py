@@ -67,8 +67,8 @@ def _check_options(name, forward, args, kwargs):
     for option in options - set(parameters):
         if not takes_any or not (args or set(kwargs) - options):  # a call without any input
             raise TypeError(
-                f"{name}: expected inputs of the model, got {option}, an argument of recompute(): call the model within "
-                f"`with activations_cuda.recompute({option}={kwargs[option]!r}):`"
+                f"{name}: expected inputs of the model, got {option}, an argument of recompute(): pass "
+                f"recompute=activations_cuda.recompute({option}={kwargs[option]!r})"
             )
 
 

@@ -108,18 +108,18 @@ def convert(
 
     Called with the inputs of the model's forward pass, ``convert(model, x, mask=mask)``, it runs that pass once on a copy of
     the model and on fake tensors, finds out which layers save which tensors, and converts exactly those calls whose conversion
-    lowers what autograd saves. The pass needs no GPU, about a second, and no memory; where it fails on fake tensors, e.g. since
-    it depends on values, it runs on copies of the parameters. It reaches modules of any class whose forward calls one of
-    PyTorch's activations, as a function or as a method. Training mode, frozen parameters and autocast count as they are around
-    the call.
+    lowers what autograd saves. The pass takes about a second and needs no GPU and no memory; if it fails on fake tensors, e.g.
+    because it depends on values, it runs on copies of the parameters. It reaches modules of any class whose forward calls one
+    of PyTorch's activations, as a function or as a method. Training mode, frozen parameters and autocast are taken as they are
+    at the call.
 
     Without inputs, modules of exactly these classes of torch.nn are converted, except LeakyReLU in place: like ReLU, it saves
     its output, which the next layer usually saves too.
 
     Works in place and changes the modules' classes: an activation gets this package's of the same name, any other module a
     subclass of its own class. Shared modules stay shared, and hooks, the training flag, parameters and buffers stay. If another
-    model has the same activation, it keeps it as it is, but for one within a block that both models have. :func:`revert` undoes
-    it all.
+    model holds the same activation module, it stays unconverted there, unless both models share the block around it.
+    :func:`revert` undoes it all.
 
     Args:
         model: any module, an activation itself included.
@@ -130,10 +130,10 @@ def convert(
             Hardsigmoid, Hardtanh, LeakyReLU, ReLU6, Softshrink and Threshold; with inputs, also ReLU, GELU, SiLU, Hardswish and
             Mish.
         example_inputs: the inputs, by keyword.
-        recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit, or
-            such a scope with its options: ``recompute=activations_cuda.recompute(convolutions=True)``. It stays so in later
-            calls, until :func:`revert`. All smooth activations are converted then: their outputs are
-            recomputed, and in place they don't copy their input.
+        recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit, or a
+            scope, whose options are used and whose model is ignored:
+            ``recompute=activations_cuda.recompute(convolutions=True)``. It stays so in later calls, until :func:`revert`. All
+            smooth activations are converted then: their outputs are recomputed, and in place they don't copy their input.
         keyword_inputs: keyword arguments of the forward pass.
 
     Returns:
@@ -142,40 +142,28 @@ def convert(
         :func:`memory_report` lists them.
 
     Raises:
-        TypeError: not a module, a scripted one, with inputs an FSDP1-wrapped one, or inputs that are no arguments.
-        ValueError: a class that isn't in the family, ``classes`` were named and the model has none of them to convert, a lazy
-            module that hasn't been called yet, or with ``recompute=True`` a model that has a forward of its own instead of its
-            class's.
-        RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func.
+        TypeError: not a module, a scripted one, with inputs an FSDP1-wrapped one, inputs that the model's forward doesn't take,
+            or a class derived from a converted one, e.g. by fully_shard.
+        ValueError: a class that this package doesn't replace, ``classes`` were named and the model has none of them to
+            convert, a lazy module that hasn't been called yet, or with ``recompute`` a model whose class has no plain forward
+            (a GraphModule, a generator or coroutine) or that has a forward of its own.
+        RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func;
+            or ``recompute`` is asked for with torch older than 2.11.
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
     options = options_of(recompute)
-    in_scope = bool(options or recomputes(unwrapped(model)))  # by an earlier call
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
     if surveyed or options:
         check_initialized("convert", model)
     if options:
         _check_forward(unwrapped(model))
+    in_scope = bool(options or recomputes(unwrapped(model)))  # by an earlier call
     if surveyed:
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
-        considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
-        found = Survey(model, args, kwargs, considered, in_scope)
-        functions, lines = found.converts(), summary(found.decisions())
-        are_candidates = any(not call.is_ours for call in found.calls)
+        functions, lines, are_candidates = _chosen_by_inputs(model, args, kwargs, named, in_scope)
     else:
-        functions = {
-            module: frozenset([FUNCTIONS[kind]])
-            for module in nn.Module.modules(model)
-            if (kind := original_of(type(module))) in OURS
-            and (kind in named if named is not None else pays_by_default(kind, getattr(module, "inplace", False), in_scope))
-            and can_convert(module)
-        }
-        others = _counted(type(module) for module in nn.Module.modules(model) if original_of(type(module)) in OURS)
-        kinds_found = _counted(original_of(type(module)) for module in functions)
-        reason = "" if in_scope or named is not None else ": example inputs would tell whether they pay"
-        left_alone = f"{others} left alone{reason}" if others else "no activation of the family"
-        lines = [f"{kinds_found} converted" if kinds_found else left_alone]
+        functions, lines = _chosen_by_class(model, named, in_scope)
         are_candidates = False
     if named and not functions:
         wanted = ", ".join(kind.__name__ for kind in named)
@@ -187,7 +175,7 @@ def convert(
     if options and original_of(type(unwrapped(model))) not in OURS:
         scoped[unwrapped(model)] = options
     if scoped:
-        lines.append("the rest is recomputed")
+        lines.append("its forward runs within recompute()")
     modules = {*functions, *scoped}
     kinds = {module: class_for(module, functions.get(module, frozenset()), scoped.get(module)) for module in modules}
     if surveyed or options:
@@ -202,6 +190,30 @@ def convert(
     else:
         _say("convert: %s", "; ".join(lines))
     return model
+
+
+def _chosen_by_inputs(model, args, kwargs, named, in_scope):
+    """The functions to replace in each module, what was decided, in words, and whether there was anything to decide."""
+    considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
+    found = Survey(model, args, kwargs, considered, in_scope)
+    return found.converts(), summary(found.decisions()), any(not call.is_ours for call in found.calls)
+
+
+def _chosen_by_class(model, named, in_scope):
+    """The functions to replace in each module that is an activation, and what was decided, in words."""
+    activations = [module for module in nn.Module.modules(model) if original_of(type(module)) in OURS]
+    functions = {}
+    for module in activations:
+        kind = original_of(type(module))
+        is_meant = pays_by_default(kind, getattr(module, "inplace", False), in_scope) if named is None else kind in named
+        if is_meant and can_convert(module):
+            functions[module] = frozenset([FUNCTIONS[kind]])
+    if functions:
+        return functions, [f"{_counted(original_of(type(module)) for module in functions)} converted"]
+    if not activations:
+        return functions, ["no activation to convert"]
+    reason = "" if in_scope or named is not None else ": pass example inputs to find out whether converting them saves memory"
+    return functions, [f"{_counted(map(type, activations))} left alone{reason}"]
 
 
 def _say(message, *arguments):
@@ -274,14 +286,14 @@ def revert_all(model: nn.Module) -> None:
 
 
 def revert(model: Model) -> Model:
-    """Undo :func:`convert`: every module has its own class again. Modules of this package's classes that you made yourself
-    count as converted.
+    """Undo :func:`convert`: every module has its own class again. Modules that you created from this package's classes become
+    torch.nn's too.
 
     Args:
         model: any module, converted or not.
 
     Returns:
-        The model. What was reverted is logged (level INFO).
+        The model. What was reverted is logged as :func:`convert` does.
 
     Raises:
         TypeError: not a module.
@@ -328,14 +340,16 @@ class ConvertMode(FunctionMode):
     For calls outside of a model, which :func:`convert` doesn't reach::
 
         with activations_cuda.ConvertMode():
-            loss = model(images).sum()
+            y = F.relu6(F.conv2d(images, weight))
+
+    A checkpoint within it, with ``use_reentrant=False``, raises an error in backward: convert the model instead.
 
     Args:
         classes: the classes of torch.nn whose functions are meant. By default Hardshrink, Hardsigmoid, Hardtanh, ReLU6,
             Softshrink and Threshold.
 
     Raises:
-        ValueError: a class that isn't in the family.
+        ValueError: a class that this package doesn't replace.
     """
 
     def __init__(self, classes: type | Iterable[type] | None = None) -> None:

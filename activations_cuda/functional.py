@@ -6,10 +6,11 @@ do so in bfloat16 and float16 and save their output, which the next layer usuall
 any other dtype PyTorch's op is called. Under torch.compile each is a handful of ATen ops that fuse with their neighbors, and
 a value's last bit may differ.
 
-Common to all: the input is a tensor of any shape and strides. With ``inplace=True`` it is written to and returned, and no clone
-of it is saved. Otherwise a new tensor of its shape, dtype and device is returned, with the strides that PyTorch's op gives it.
-The piecewise-linear ones raise NotImplementedError for a bool or complex input, and for integers where PyTorch has no rule
-for them. An in-place form raises RuntimeError where autograd or overlapping memory forbid it, as PyTorch's do.
+Common to all: the input is a tensor of any shape and strides. With ``inplace=True`` it is written to and returned; in the
+dtypes above no clone of it is saved. Otherwise a new tensor of its shape, dtype and device is returned, with the strides that
+PyTorch's op gives it. The piecewise-linear ones raise NotImplementedError for a bool or complex input, and for integers where
+PyTorch has no rule for them. An in-place form raises RuntimeError where autograd or overlapping memory forbid it, as PyTorch's
+do.
 """
 
 import torch
@@ -135,13 +136,14 @@ def hardsigmoid(input: Tensor, inplace: bool = False, *, alpha: float | None = N
         input: a floating-point tensor of any shape.
         inplace: write to the input.
         alpha: the slope, not 0.
-        beta: the value at 0.
+        beta: the value at 0, before clamping.
 
     Returns:
         A tensor of the input's shape and dtype; in place, the input.
 
     Raises:
-        ValueError: alpha without beta or beta without alpha, ``alpha == 0``, or NaN for either.
+        ValueError: alpha without beta or beta without alpha, ``alpha == 0``, NaN for either, or a number beyond the range of
+            the input's dtype.
     """
     if alpha is None and beta is None:
         ops = _ops()
@@ -163,7 +165,7 @@ def hardshrink(input: Tensor, lambd: float = 0.5, inplace: bool = False) -> Tens
 
     Args:
         input: a floating-point tensor of any shape.
-        lambd: the threshold on ``|x|``, rounded to the input's dtype. If negative, the input is returned unchanged.
+        lambd: the threshold on ``|x|``, rounded to the input's dtype. If negative, every element passes unchanged.
         inplace: write to the input.
 
     Returns:

@@ -73,7 +73,8 @@ class MemoryReport:
         layers: the modules that save any.
         before: the bytes of all together.
         after: the same, once the model is converted.
-        decisions: what is converted, what is left alone and why.
+        decisions: what ``convert(model, *inputs)`` converts, what it leaves alone and why; with ``recompute=True``
+            that converts every smooth activation too.
         recompute: the bytes within :func:`recompute`, of the converted model; None if that wasn't asked for.
         recomputed: the bytes that each rule replaced, by the name of its node in autograd's graph.
     """
@@ -106,7 +107,7 @@ class MemoryReport:
         return "\n".join([table, "", *summary(self.decisions), *(["recomputed: " + ", ".join(rules)] if rules else [])])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw a bar chart of the layers into a file whose suffix chooses the format."""
+        """Draw a bar chart of the layers into a file, whose suffix chooses the format. Needs matplotlib."""
         require("matplotlib").use("Agg", force=False)
         plt = require("matplotlib.pyplot")
         figure, axes = plt.subplots(figsize=(8, 2 + 0.2 * len(self.layers)), layout="constrained")
@@ -229,7 +230,8 @@ def memory_report(
     Raises:
         TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that are no arguments.
         ValueError: a lazy module that hasn't been called yet.
-        RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func.
+        RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func;
+            or ``recompute`` is asked for with torch older than 2.11.
     """
     check_model("memory_report", model)
     check_initialized("memory_report", model)

@@ -359,4 +359,4 @@ def summary(decisions: Iterable[Decision]) -> list[str]:
     for (left_alone, kind, function, reason), count in sorted(groups.items()):
         what = f"{count} {kind}" + (f" ({function})" if kind.lower() != function.replace("_", "") else "")
         lines.append(f"{what} left alone: {reason}" if left_alone else f"{what} converted")
-    return lines or ["no activation of the family"]
+    return lines or ["no activation to convert"]

@@ -305,7 +305,7 @@ def test_says_what_it_did(monkeypatch):
     assert messages == ["convert: 1 ReLU6 converted; 1 ReLU left alone: another layer saves the same tensor"]
     messages.clear()
     activations_cuda.convert(nn.Linear(8, 8), example_inputs=torch.randn(9, 8))
-    assert messages == ["convert: no activation of the family"]
+    assert messages == ["convert: no activation to convert"]
     messages.clear()
     activations_cuda.convert(nn.Sequential(nn.ReLU6()), classes=[])
     activations_cuda.convert(nn.ReLU6(), recompute=True)
@@ -321,7 +321,7 @@ class HasOptions(nn.Module):
 def test_options_of_the_scope_are_no_inputs():
     for options in {"check": True}, {"convolutions": True}, {"x": torch.ones(3), "check": True}:
         for function in activations_cuda.convert, activations_cuda.memory_report:
-            with pytest.raises(TypeError, match=r"an argument of recompute\(\): call the model within .with activations_cuda"):
+            with pytest.raises(TypeError, match=r"an argument of recompute\(\): pass recompute=activations_cuda"):
                 function(nn.ReLU(), recompute=True, **options)
     activations_cuda.convert(HasOptions(), torch.ones(3), check=False, convolutions=True)
     with pytest.raises(TypeError, match="convolutions, an argument of recompute"):

@@ -47,7 +47,7 @@ def test_bits_of_the_codes():
     for name, first in (("gelu", "gelu_none"), ("silu", "silu"), ("hardswish", "hardswish"), ("mish", "mish")):
         (line,) = re.findall(rf"^\| `{name}\(.*", PAGES["README.md"], re.MULTILINE)
         assert f"output and {bits[first][0]} bits" in line
-    assert f"({bits['gelu_tanh'][0]} by tanh)" in PAGES["README.md"]
+    assert f"({bits['gelu_tanh'][0]} with tanh)" in PAGES["README.md"]
     assert {in_float16 for _, in_float16 in bits.values()} == {8, 10}
     assert "in float16 the codes have 8 or 10 bits" in PAGES["README.md"].replace("\n", " ")
 

@@ -67,7 +67,7 @@ def test_figures_of_models():
     def line(row):
         gib = f"{row['before_gib']:.2f} | {row['after_gib']:.2f} | {row['memory'] - 1:+.1%}"
         ms = f"{row['before_ms']:.1f} | {row['after_ms']:.1f} | {row['time'] - 1:+.1%} | {row['kernels'] - 1:+.1%}"
-        return f"| {row['model']} | {row['dtype']} | {gib} | {ms} |"
+        return f"| {row['model']} | {row['batch']} | {row['dtype']} | {gib} | {ms} |"
 
     lines = [line(row) for row in result["rows"]]
     assert re.findall(MODELS, BENCHMARKS, re.MULTILINE) == lines
@@ -116,7 +116,7 @@ def test_figures_of_alternatives():
     saved = {way: percents([1 - memory for memory in each]) for way, each in memories.items()}
     more = {way: percents([time - 1 for time in each]) for way, each in times.items()}
     text = re.sub(r"\s+", " ", BENCHMARKS)
-    assert f"**recompute** {saved['recompute']} of it for at most {max(times['recompute']) - 1:.0%} more time" in text
+    assert f"**recompute** saves {saved['recompute']} of it for at most {max(times['recompute']) - 1:.0%} more time" in text
     both = "recompute, every 2nd block checkpointed"
     assert f"it is {saved[both]}, for {more[both]} more time" in text
     assert f"saves {saved['torch.compile, budget 0.5']}, and takes less time once" in text

@@ -54,9 +54,9 @@ class recompute:
     The output of an inexpensive op, such as a normalization, an activation, an addition or a cast, whose operands are saved
     anyway is replaced by a recipe, and computed again when the backward pass needs it. Each recipe is compared with its tensor
     when the op first runs with given sizes, dtypes and layouts; where they differ, the tensor is saved as usual. So are tensors
-    smaller than 16 KiB. The model isn't modified. The scope holds for the calling thread and may be
-    entered again within itself. It does nothing within torch.compile, torch.func's transforms and functions that non-reentrant
-    checkpoint runs.
+    smaller than 16 KiB. The model isn't modified. The scope holds for the calling thread and may be entered again within
+    itself. It has no effect if entered under torch.compile, in a transform of torch.func, or in a function that non-reentrant
+    checkpoint runs; within it, torch.func.grad and its like raise PyTorch's error.
 
     Args:
         model: the module; if given, the error of ``check`` names the part of it that saved the tensor.
@@ -65,9 +65,9 @@ class recompute:
 
     Raises:
         RuntimeError: at the end of a scope with ``check=True``, if a recipe gave other bits. In backward, as autograd would, if
-            what a recipe reads or replaced was written to in place since. With a PyTorch that lacks the interfaces. Where
-            another thread than the one that began a scope ends it.
-        TypeError: ``model`` isn't a module.
+            what a recipe reads or replaced was written to in place since. With torch older than 2.11. If a scope ends in
+            another thread than the one in which it began.
+        TypeError: ``model`` isn't a module, or what is decorated is a class, a generator or a coroutine.
     """
 
     def __init__(self, model: nn.Module | None = None, *, check: bool = False, convolutions: bool = False) -> None:
@@ -141,4 +141,4 @@ def options_of(given: bool | recompute) -> Options | None:
     """Those of a scope, which ``True`` stands for one without any of; None for no scope."""
     if isinstance(given, recompute):
         return given.options
-    return Options() if given else None
+    return recompute().options if given else None
