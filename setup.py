@@ -20,6 +20,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 VERSION = "0.2.0"
+OLDEST = 2, 11  # whose saved tensors say which hooks have packed them
 
 try:
     import torch
@@ -29,7 +30,7 @@ except ImportError:
             "activations-cuda: torch must be installed first, and pip's build isolation hides it: install torch, then run "
             "pip install --no-build-isolation . in the source tree"
         )
-    setup(version=VERSION, install_requires=["torch", "tabulate"])
+    setup(version=VERSION, install_requires=["torch>={}.{}".format(*OLDEST), "tabulate"])
     sys.exit()
 
 
@@ -150,6 +151,9 @@ if reason and forced_by:
 installed = Binding(str(torch.__version__), None if reason else torch.version.cuda, Path(torch.__file__).parent)
 bindings = [binding for folder in folders if folder for binding in bindings_for(Path(folder).resolve())] or [installed]
 
+for binding in bindings:
+    if binding.minor < OLDEST:
+        sys.exit("activations-cuda: expected torch {}.{} or newer, got {}".format(*OLDEST, binding.torch))
 if reason:
     print("activations-cuda: building for the CPU only: {}".format(*reason))
 else:
@@ -281,7 +285,7 @@ def binding_extension(binding):
 
 def requirement():
     if "sdist" in sys.argv:
-        return "torch"
+        return "torch>={}.{}".format(*OLDEST)
     minors = sorted({binding.minor for binding in bindings})
     (major, first), (last_major, last) = minors[0], minors[-1]
     return f"torch=={major}.{first}.*" if len(minors) == 1 else f"torch>={major}.{first},<{last_major}.{last + 1}"

@@ -15,7 +15,6 @@ import torch
 from activations_cuda import build_info, demo
 from activations_cuda._load import has_gpu
 from activations_cuda.memory import memory_report, require
-from activations_cuda.recipes.scope import IS_AVAILABLE
 
 
 def torchvision_model(name):
@@ -90,7 +89,6 @@ def info():
     for i in range(torch.cuda.device_count() if has_gpu() else 0):
         found[f"GPU {i}"] = "{}, {}.{}".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i))
     found["on a GPU"] = why_no_gpu(built) or "yes"
-    found["recompute()"] = "yes" if IS_AVAILABLE else "needs torch 2.11 or newer"
     rows = {**{f"built: {key}" if key in ("torch", "cuda") else key: value for key, value in built.items()}, **found}
     for key, value in rows.items():
         print(f"{key:<14}{(', '.join(value) or None) if isinstance(value, list) else value}")
@@ -112,9 +110,7 @@ def main(argv=None):
     command.add_argument("model", help="torchvision:NAME or timm:NAME, as in torchvision:mobilenet_v2")
     command.add_argument("--batch", type=positive, default=1, help="images in a batch (default: %(default)s)")
     command.add_argument("--size", type=positive, default=224, help="height and width of an image (default: %(default)s)")
-    command.add_argument(
-        "--autocast", choices=["bfloat16", "float16"], help="count under torch.autocast with this dtype"
-    )
+    command.add_argument("--autocast", choices=["bfloat16", "float16"], help="count under torch.autocast with this dtype")
     command.add_argument("--recompute", action="store_true", help="report what is saved within recompute() too")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file too")
     command.add_argument("--chart", type=Path, metavar="FILE", help="draw a bar chart into this file, e.g. a PNG or SVG")

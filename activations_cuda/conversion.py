@@ -147,8 +147,7 @@ def convert(
         ValueError: a class that this package doesn't replace, ``classes`` were named and the model has none of them to
             convert, a lazy module that hasn't been called yet, or with ``recompute`` a model whose class has no plain forward
             (a GraphModule, a generator or coroutine) or that has a forward of its own.
-        RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func;
-            or ``recompute`` is asked for with torch older than 2.11.
+        RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func.
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)

@@ -12,7 +12,6 @@ from torch import nn
 import activations_cuda
 from activations_cuda._load import has_gpu
 from activations_cuda.memory import saved_bytes
-from activations_cuda.recipes.scope import IS_AVAILABLE
 
 ROUNDS = 11
 ON_GPU = (4096, 393216)  # the shape this project began with: 6.4 GB in float32
@@ -125,13 +124,12 @@ def main():
             )
         )
     print(f"\nMedians of {ROUNDS} alternated rounds; in brackets the spread. GB/s counts what this package reads and writes.")
-    if IS_AVAILABLE:
-        equal, (plain, within), (before, after) = train()
-        all_equal &= equal
-        print(
-            "\nWithin recompute() a step of seven convolutions, with batch norm and ReLU between, saves "
-            f"{within / 2**20:.1f} MiB instead of {plain / 2**20:.1f}, in {after * 1e3:.1f} ms instead of {before * 1e3:.1f}. "
-            f"The gradients {'are equal' if equal else 'DIFFER'}."
-        )
+    equal, (plain, within), (before, after) = train()
+    all_equal &= equal
+    print(
+        "\nWithin recompute() a step of seven convolutions, with batch norm and ReLU between, saves "
+        f"{within / 2**20:.1f} MiB instead of {plain / 2**20:.1f}, in {after * 1e3:.1f} ms instead of {before * 1e3:.1f}. "
+        f"The gradients {'are equal' if equal else 'DIFFER'}."
+    )
     if not all_equal:
         sys.exit("The results differ from PyTorch's.")

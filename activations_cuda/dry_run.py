@@ -118,8 +118,7 @@ def _with_gradient(new, tensor):
 
 def _uncompiled():
     """Parts of a model that torch.compile compiles run eagerly. Where Dynamo isn't imported, there are none."""
-    has_stance = "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance")
-    return torch.compiler.set_stance("force_eager") if has_stance else nullcontext()
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _fakes(device):

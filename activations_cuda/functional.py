@@ -15,9 +15,9 @@ do.
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from activations_cuda import _C
-from activations_cuda._torch_version import is_dynamo_compiling, is_exporting
 
 __all__ = [
     "gelu",
@@ -33,6 +33,11 @@ __all__ = [
     "softshrink",
     "threshold",
 ]
+
+
+def is_exporting() -> bool:
+    # Not torch.compiler.is_exporting(), which torch 2.11's Dynamo takes for true whatever it compiles.
+    return torch.compiler._is_exporting_flag
 
 
 def _ops(pytorch_has_it=True):

@@ -10,7 +10,7 @@ would save the input too::
     step = torch.compile(model, options=inductor.options())
 
 An activation of this package stays packed where Inductor gives each of its neighbors, forward and backward, a kernel of its
-own. Everywhere else the graph is what it is without the pass. Needs torch 2.7 or newer.
+own. Everywhere else the graph is what it is without the pass.
 """
 
 import operator
@@ -19,10 +19,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-
-if torch.__version__ < "2.7":  # 2.6 drops a pass that is an option of torch.compile's, without a word
-    raise ImportError(f"activations_cuda.inductor: expected torch 2.7 or newer, got {torch.__version__}")
-
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
@@ -300,7 +296,7 @@ def options(others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     if not isinstance(others, (Mapping, type(None))):
         raise TypeError(f"inductor.options: expected a dict of options, got {type(others).__name__}")
     others = dict(others or {})
-    if hasattr(config, "pre_grad_pass_timing"):
+    if hasattr(config, "pre_grad_pass_timing"):  # since torch 2.12
         others["pre_grad_pass_timing"] = "early"  # in every process, cached code or not: PyTorch is asked
     for place, ours in {"pre_grad_custom_pass": Pack(), "joint_custom_pre_pass": Unpack()}.items():
         theirs = others.get(place, getattr(config, place)) or ()

@@ -230,8 +230,7 @@ def memory_report(
     Raises:
         TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that are no arguments.
         ValueError: a lazy module that hasn't been called yet.
-        RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func;
-            or ``recompute`` is asked for with torch older than 2.11.
+        RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func.
     """
     check_model("memory_report", model)
     check_initialized("memory_report", model)

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import functional, modules
-from activations_cuda._torch_version import is_dynamo_compiling, is_exporting
 from activations_cuda.recipes.scope import Options, recompute
 
 OURS: dict[type, type] = {getattr(nn, name): getattr(modules, name) for name in modules.__all__}
@@ -175,7 +175,7 @@ def _forward(self, *args, **kwargs):
         return type(self).forward(self, *args, **kwargs)
     forward = super(ours, self).forward
     # Without a gradient nothing is saved, and PyTorch's fast paths for inference step aside where there is a mode.
-    if not torch.is_grad_enabled() or is_dynamo_compiling() or is_exporting() or torch.jit.is_tracing():
+    if not torch.is_grad_enabled() or is_dynamo_compiling() or functional.is_exporting() or torch.jit.is_tracing():
         return forward(*args, **kwargs)
     has_mode = ours._fastact_names and not has_fast_path(self)
     mode_or_none = _forward_mode(ours._fastact_names) if has_mode else nullcontext()

@@ -143,6 +143,12 @@ def test_force_cuda_makes_what_is_missing_an_error():
 
 
 @FROM_SOURCE
+def test_an_older_torch():
+    result = setup(torch_is="torch.__version__ = '2.10.1+cu128'")
+    assert_ends(result, "expected torch 2.11 or newer, got 2.10.1+cu128")
+
+
+@FROM_SOURCE
 def test_torch_folders_that_hold_none(tmp_path):
     result = setup(CUDA_HOME=toolkit(tmp_path, "13.0"), TORCH_FOLDERS=str(tmp_path))
     assert_ends(result, f"TORCH_FOLDERS: expected folders of torch, of its builds with CUDA, got {tmp_path}")

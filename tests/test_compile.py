@@ -22,9 +22,8 @@ CALL = {"cpu": r"^\s*(?:kernels\.)?cpp_fused\w*\(", "cuda": r"^\s*triton_\w+\.ru
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-    # A graph taken from a cache shows no code. The second cache came with torch 2.5.
-    autograd_cache = {"enable_autograd_cache": False} if hasattr(torch._functorch.config, "enable_autograd_cache") else {}
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(autograd_cache):
+    # A graph taken from a cache shows no code.
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         yield
 
 

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import activations_cuda
 from activations_cuda import _C
-from activations_cuda.recipes.scope import IS_AVAILABLE
 from family import A_FEW, FAMILY, SMOOTH, sample
 
 GROUPS = [("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=pytest.mark.cuda(gpus=2))]
@@ -542,7 +541,6 @@ def recomputed(device, ranks):
         yield "FSDP2, offload", partial(check_recompute, fsdp(Block, offload_policy=CPUOffloadPolicy()), mesh)
 
 
-@pytest.mark.skipif(not IS_AVAILABLE, reason="recompute needs torch 2.11")
 @pytest.mark.parametrize("run", [GROUPS[0], GROUPS[-1]], indirect=True, ids=group_name)
 def test_recompute(run):
     run(recomputed)

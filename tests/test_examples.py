@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import activations_cuda
-from activations_cuda.recipes.scope import IS_AVAILABLE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DIGITS = EXAMPLES / "digits.py"
@@ -67,7 +66,6 @@ def test_finetune_as_a_command(recompute, device):
     assert after < (0.5 if recompute else 1) * before
 
 
-@pytest.mark.skipif(not IS_AVAILABLE, reason="recompute needs torch 2.11")
 def test_trainer_as_a_command():
     for library in "accelerate", "transformers":
         pytest.importorskip(library)
@@ -76,7 +74,6 @@ def test_trainer_as_a_command():
     assert after < 0.8 * before
 
 
-@pytest.mark.skipif(not IS_AVAILABLE, reason="recompute needs torch 2.11")
 @pytest.mark.parametrize("gpus", [0, pytest.param(2, marks=pytest.mark.cuda(gpus=2))])
 def test_fsdp_as_a_command(gpus):
     equal_by("fsdp.py", "--steps=2", "--batch=2", "--length=32", "--width=64", "--depth=2")

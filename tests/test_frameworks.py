@@ -10,11 +10,9 @@ from torch import nn
 
 import activations_cuda
 from activations_cuda import _C
-from activations_cuda.recipes.scope import IS_AVAILABLE
 from recomputing import assert_same
 
 pytestmark = [
-    pytest.mark.skipif(not IS_AVAILABLE, reason="recompute needs torch 2.11"),
     pytest.mark.filterwarnings("ignore"),  # theirs
 ]
 

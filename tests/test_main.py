@@ -11,7 +11,6 @@ import torch
 import activations_cuda
 import activations_cuda.__main__ as command
 import activations_cuda.demo as main
-from activations_cuda.recipes.scope import IS_AVAILABLE
 
 
 def test_as_a_command():
@@ -21,7 +20,6 @@ def test_as_a_command():
     assert result.stdout.count(" yes ") == 4
 
 
-@pytest.mark.skipif(not IS_AVAILABLE, reason="needs torch 2.11")
 def test_trains_within_recompute(small, monkeypatch, capsys):
     main.main()
     line = capsys.readouterr().out.splitlines()[-1]

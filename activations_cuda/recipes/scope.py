@@ -9,16 +9,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from activations_cuda import _C
-from activations_cuda._torch_version import is_dynamo_compiling
 from activations_cuda.recipes.hook import Hook, sharding, unpack
 from activations_cuda.recipes.verification import report
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _autograd = torch._C._autograd
-IS_AVAILABLE = _C.recipes.IS_AVAILABLE and hasattr(_autograd, "_top_saved_tensors_default_hooks")
 
 
 def is_suspended(function: Callable[..., Any]) -> bool:
@@ -65,14 +64,12 @@ class recompute:
 
     Raises:
         RuntimeError: at the end of a scope with ``check=True``, if a recipe gave other bits. In backward, as autograd would, if
-            what a recipe reads or replaced was written to in place since. With torch older than 2.11. If a scope ends in
+            what a recipe reads or replaced was written to in place since. If a scope ends in
             another thread than the one in which it began.
         TypeError: ``model`` isn't a module, or what is decorated is a class, a generator or a coroutine.
     """
 
     def __init__(self, model: nn.Module | None = None, *, check: bool = False, convolutions: bool = False) -> None:
-        if not IS_AVAILABLE:
-            raise RuntimeError(f"recompute: expected torch 2.11 or newer, got {torch.__version__}")
         if model is not None and not isinstance(model, nn.Module):
             hint = ": as a decorator it is called, @recompute()" if callable(model) else ""
             raise TypeError(f"recompute: expected a torch.nn.Module, got {type(model).__name__}{hint}")
@@ -141,4 +138,4 @@ def options_of(given: bool | recompute) -> Options | None:
     """Those of a scope, which ``True`` stands for one without any of; None for no scope."""
     if isinstance(given, recompute):
         return given.options
-    return recompute().options if given else None
+    return Options() if given else None

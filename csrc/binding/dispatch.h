@@ -3,6 +3,9 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/enum_tag.h>
+
+#include <vector>
 
 #include "devices.h"
 
@@ -28,6 +31,12 @@ inline bool is_plain(const at::Tensor& tensor) {
   constexpr auto transparent = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   const auto keys = tensor.key_set() - transparent;
   return keys == DispatchKeySet(DispatchKey::CPU) || keys == DispatchKeySet(DispatchKey::CUDA);
+}
+
+// The tags of an op that torch.export's run_decompositions is to decompose though it has kernels of its own: the program is to
+// run where this library isn't. Ours neither alias nor mutate.
+inline std::vector<at::Tag> decomposed() {
+  return {at::Tag::maybe_aliasing_or_mutating};
 }
 
 // Continues below autograd: for a plain tensor that nobody watches (e.g. a dispatch mode) with kernel(backend), which the

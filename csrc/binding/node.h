@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <memory>
 #include <mutex>
@@ -11,12 +12,6 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-
-#include "../torch_version.h"
-
-#if FASTACT_COMPILED_AUTOGRAD
-#include <torch/csrc/dynamo/compiled_autograd.h>
-#endif
 
 namespace fastact {
 
@@ -70,7 +65,6 @@ using WeakNode = decltype(weak(NodePointer()));
 //       static void each(Self& self, const Visit& visit);  // calls visit(self.field) for each
 //     };
 
-#if FASTACT_COMPILED_AUTOGRAD
 // A field as an argument.
 template <class Field>
 const Field& as_argument(const Field& field, const NodePointer&) {
@@ -136,7 +130,6 @@ torch::autograd::variable_list call_in_graph(
   Fields::each(fields, [&](auto& field) { saved.after(field); });
   return result;
 }
-#endif
 
 // A node of one input, of such fields. Compiled autograd calls Derived::apply_functional(grads, arguments).
 template <class Derived, template <class> class Fields>
@@ -155,14 +148,12 @@ struct NodeOf : torch::autograd::Node {
     });
   }
 
-#if FASTACT_COMPILED_AUTOGRAD
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override { collect(fields_, args); }
 
   torch::autograd::variable_list apply_with_saved(
       const torch::autograd::variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& saved) override {
     return call_in_graph(*this, fields_, Derived::apply_functional, grads, saved);
   }
-#endif
 
  protected:
   SavedFields fields_;

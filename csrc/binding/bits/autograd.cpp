@@ -1,6 +1,7 @@
 #include "autograd.h"
 
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -16,7 +17,6 @@
 #include "../dispatch.h"
 #include "../find.h"
 #include "../node.h"
-#include "../older_torch.h"
 #include "../strides.h"
 #include "composite.h"
 
@@ -47,6 +47,14 @@ std::optional<at::DimVector> pytorchs_strides(const at::Tensor& grad, const Rule
   }
   return rule.reads_gradient_first ? elementwise_strides(*sizes, *incoming, *saved)
                                    : elementwise_strides(*sizes, *saved, *incoming);
+}
+
+// Whether calls are traced rather than run: by torch.compile, torch.export or compiled autograd, or on fake tensors.
+bool is_traced() {
+  using c10::impl::TorchDispatchModeTLS;
+  using Key = c10::impl::TorchDispatchModeKey;
+  return TorchDispatchModeTLS::get_mode(Key::FAKE).has_value() || TorchDispatchModeTLS::get_mode(Key::PROXY).has_value() ||
+         TorchDispatchModeTLS::get_mode(Key::FUNCTIONAL).has_value();
 }
 
 // grad times the slopes that `inside`, a mask or a tensor of bool, chooses.
@@ -131,7 +139,6 @@ struct MaskedScaleBackward : NodeOf<MaskedScaleBackward, MaskedScaleFields>, Wit
 
   std::string name() const override { return kNodeName; }
 
-#if FASTACT_COMPILED_AUTOGRAD
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
     const auto fields = from_arguments<MaskedScaleFields<at::Tensor>>(saved);
     variable_list result = {scale(grads[0], fields.inside, fields.rule)};
@@ -140,7 +147,6 @@ struct MaskedScaleBackward : NodeOf<MaskedScaleBackward, MaskedScaleFields>, Wit
     }
     return result;
   }
-#endif
 };
 
 void record_gradient(

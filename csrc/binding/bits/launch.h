@@ -15,7 +15,6 @@
 #include "../../bits/mask.h"
 #include "../devices.h"
 #include "../dtypes.h"
-#include "../older_torch.h"
 #include "../strides.h"
 
 namespace fastact {
@@ -69,8 +68,8 @@ void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parame
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, output.scalar_type(), Op::name, [&] {
     const typename Op::template Activation<scalar_t, Backend::device> activation(parameters...);
     run_forward(
-        Backend(), output, Op::formula, dtype_of<scalar_t>, &activation, const_data<scalar_t>(source.tensor), source.rows,
-        mutable_data<scalar_t>(output), mask, output.numel());
+        Backend(), output, Op::formula, dtype_of<scalar_t>, &activation, source.tensor.const_data_ptr<scalar_t>(), source.rows,
+        output.mutable_data_ptr<scalar_t>(), mask, output.numel());
   });
 }
 
@@ -85,7 +84,7 @@ template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_with_mask(const at::Tensor& self, Parameters... parameters) {
   at::Tensor output = empty(self, output_format<Op>(self));
   at::Tensor mask = empty_bytes(self, mask_bytes(self.numel()));
-  run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);
+  run<Op, Backend>(self, output, mask.mutable_data_ptr<uint8_t>(), parameters...);
   return {std::move(output), std::move(mask)};
 }
 
@@ -104,7 +103,7 @@ template <class Op, class Backend, class... Parameters>
 std::tuple<at::Tensor, at::Tensor> packed_inplace_with_mask(const at::Tensor& self, Parameters... parameters) {
   if (self.is_non_overlapping_and_dense()) {
     at::Tensor mask = empty_bytes(self, mask_bytes(self.numel()));
-    run<Op, Backend>(self, self, mutable_data<uint8_t>(mask), parameters...);
+    run<Op, Backend>(self, self, mask.mutable_data_ptr<uint8_t>(), parameters...);
     return {self, std::move(mask)};
   }
   auto result = packed_with_mask<Op, Backend>(self, parameters...);
@@ -124,8 +123,8 @@ at::Tensor packed_backward(
   const auto run = [&](const auto& where) {
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, output.scalar_type(), "masked_scale", [&] {
       run_backward(
-          Backend(), output, dtype_of<scalar_t>, const_data<scalar_t>(grad), where, const_data<uint8_t>(mask),
-          mutable_data<scalar_t>(output), inside, outside, output.numel());
+          Backend(), output, dtype_of<scalar_t>, grad.const_data_ptr<scalar_t>(), where, mask.const_data_ptr<uint8_t>(),
+          output.mutable_data_ptr<scalar_t>(), inside, outside, output.numel());
     });
   };
   const at::IntArrayRef order = mask_strides ? *mask_strides : output.strides();

@@ -14,7 +14,6 @@
 #include "../dispatch.h"
 #include "../family.h"
 #include "../find.h"
-#include "../older_torch.h"
 #include "arguments.h"
 #include "autograd.h"
 #include "composite.h"
@@ -29,7 +28,7 @@ using OutputAndMask = std::tuple<Tensor, Tensor>;
 
 // Sparse and MKL-DNN tensors and nested ones of the old kind have elements that ATen's ops can't reach one by one.
 bool is_strided_or_jagged(const Tensor& tensor) {
-  return tensor.is_nested() ? is_jagged(tensor) : tensor.layout() == at::kStrided;
+  return tensor.is_nested() ? tensor.layout() == at::kJagged : tensor.layout() == at::kStrided;
 }
 
 // Whether a tensor's history can be dropped once what replaces it in place has it.

@@ -71,12 +71,10 @@ struct CodeBackward : NodeOf<CodeBackward, CodeFields> {
 
   std::string name() const override { return kCodeNodeName; }
 
-#if FASTACT_COMPILED_AUTOGRAD
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
     const auto fields = from_arguments<CodeFields<at::Tensor>>(saved);
     return {call_code_backward(grads[0], fields.output, fields.code, fields.activation, fields.input_strides)};
   }
-#endif
 
  private:
   std::pair<at::Tensor, at::Tensor> unpack() {

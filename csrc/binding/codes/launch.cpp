@@ -11,7 +11,6 @@
 #include "../../codes/kernels.h"
 #include "../devices.h"
 #include "../dtypes.h"
-#include "../older_torch.h"
 #include "../strides.h"
 
 namespace fastact {
@@ -20,12 +19,12 @@ namespace {
 template <class T>
 ByNumber<T> by_number(const Tables& tables, const Tensor& list, const Tensor& direct) {
   return {
-      static_cast<const uint32_t*>(const_data(tables.first)), static_cast<const T*>(const_data(list)),
-      direct.defined() ? static_cast<const T*>(const_data(direct)) : nullptr};
+      static_cast<const uint32_t*>(tables.first.const_data_ptr()), static_cast<const T*>(list.const_data_ptr()),
+      direct.defined() ? static_cast<const T*>(direct.const_data_ptr()) : nullptr};
 }
 
 const uint16_t* patterns(const Tensor& tensor) {
-  return static_cast<const uint16_t*>(const_data(tensor));
+  return static_cast<const uint16_t*>(tensor.const_data_ptr());
 }
 
 uint16_t* mutable_patterns(const Tensor& tensor) {
@@ -53,8 +52,8 @@ void encode_into(const Tables& tables, const Tensor& self, const Tensor& output,
     uint16_t* y = mutable_patterns(output);
     Cuda::launch(output, [&](cudaStream_t stream) {
       return code.defined() ? cuda::encode(
-                                  static_cast<const uint32_t*>(const_data(tables.entries)), x, source.rows, y,
-                                  mutable_data<uint8_t>(code), tables.bits, output.numel(), stream)
+                                  static_cast<const uint32_t*>(tables.entries.const_data_ptr()), x, source.rows, y,
+                                  code.mutable_data_ptr<uint8_t>(), tables.bits, output.numel(), stream)
                             : cuda::look_up(patterns(tables.outputs), x, source.rows, y, output.numel(), stream);
     });
     return;
@@ -62,7 +61,7 @@ void encode_into(const Tables& tables, const Tensor& self, const Tensor& output,
 #endif
   const Tensor dense = agree(self.sizes(), self.strides(), output.strides()) ? self : at::empty_like(output).copy_(self);
   const uint16_t *numbers = patterns(tables.entries), *x = patterns(dense);
-  auto* bytes = mutable_data<uint8_t>(code);
+  auto* bytes = code.mutable_data_ptr<uint8_t>();
   parallel(dense, [&](int64_t begin, int64_t end) { cpu::encode(numbers, x, bytes, tables.bits, dense.numel(), begin, end); });
 }
 
@@ -98,7 +97,7 @@ namespace {
 
 // The kernels read a code word by word, and a hook on what is saved may return a slice of something.
 Tensor aligned(const Tensor& code) {
-  return reinterpret_cast<uintptr_t>(const_data(code)) % sizeof(uint64_t) == 0 ? code : code.clone();
+  return reinterpret_cast<uintptr_t>(code.const_data_ptr()) % sizeof(uint64_t) == 0 ? code : code.clone();
 }
 
 // A copy with these strides, because PyTorch's CPU ops compute a non-contiguous tensor differently. What is expanded stays
@@ -126,7 +125,7 @@ Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_co
   }
   const auto inputs = by_number<uint16_t>(tables, tables.inputs, Tensor());
   const uint16_t* y = patterns(output);
-  const auto* bytes = const_data<uint8_t>(code);
+  const auto* bytes = code.const_data_ptr<uint8_t>();
   uint16_t* x = mutable_patterns(input);
 #if defined(FASTACT_CUDA)
   if (output.is_cuda()) {
@@ -146,9 +145,9 @@ namespace {
 template <class scalar_t>
 void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& code, const Tensor& result) {
   const auto slopes = by_number<float>(tables, tables.slopes, tables.direct);
-  const auto* from = const_data<scalar_t>(grad);
-  const auto* bytes = const_data<uint8_t>(code);
-  auto* to = mutable_data<scalar_t>(result);
+  const auto* from = grad.const_data_ptr<scalar_t>();
+  const auto* bytes = code.const_data_ptr<uint8_t>();
+  auto* to = result.mutable_data_ptr<scalar_t>();
   const bool in_order =
       agree(output.sizes(), grad.strides(), output.strides()) && agree(output.sizes(), result.strides(), output.strides());
   Cuda::launch(output, [&](cudaStream_t stream) {

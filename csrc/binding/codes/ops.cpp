@@ -14,7 +14,6 @@
 #include "../dtypes.h"
 #include "../family.h"
 #include "../find.h"
-#include "../older_torch.h"
 #include "../recipes/hook.h"
 #include "../recipes/smooth.h"
 #include "../strides.h"

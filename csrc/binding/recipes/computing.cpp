@@ -15,7 +15,6 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "../../torch_version.h"
 #include "../devices.h"
 #include "../dtypes.h"
 #include "formulas.h"

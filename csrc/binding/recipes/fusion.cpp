@@ -14,7 +14,6 @@
 #include "../devices.h"
 #include "../dispatch.h"
 #include "../dtypes.h"
-#include "../older_torch.h"
 #include "../strides.h"
 #include "computing.h"
 #include "formulas.h"
@@ -530,7 +529,7 @@ std::optional<at::Tensor> Builder::run() {
   program.instructions = static_cast<int>(instructions_.size());
   std::copy(instructions_.begin(), instructions_.end(), program.instruction);
   for (size_t k = 0; k < leaves_.size(); ++k) {
-    program.operand[k].data = const_data(leaves_[k].tensor);
+    program.operand[k].data = leaves_[k].tensor.const_data_ptr();
     program.operand[k].element = leaves_[k].is_bits ? Element::bit : element_of(leaves_[k].tensor.scalar_type());
   }
   if (!geometry->write(&program)) {

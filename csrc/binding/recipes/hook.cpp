@@ -21,7 +21,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "../../torch_version.h"
 #include "../strides.h"
 #include "calls.h"
 #include "computing.h"
@@ -226,23 +225,15 @@ PyObject* called_to_pack(PyObject* hook, PyObject* object) {
 PyMethodDef pack_method = {"pack", called_to_pack, METH_O, nullptr};
 
 bool is_wrapped() {
-#if FASTACT_RECOMPUTE
   const auto& stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
   PyObject* const called = stack.empty() ? nullptr : stack.top().first.ptr(getPyInterpreter());
   return called && !(PyCFunction_Check(called) && PyCFunction_GET_FUNCTION(called) == called_to_pack);
-#else
-  return false;
-#endif
 }
 
 // Whether it is read by a backward that a user has written, which may write to what it alone has saved.
 bool is_read_by_python() {
-#if FASTACT_RECOMPUTE
   const auto reader = torch::autograd::get_current_node();
   return reader && THPFunction_Check(wrapped(reader).ptr());
-#else
-  return false;
-#endif
 }
 
 // The value's tensor or, where that shares memory with another value's and PyTorch's doesn't, a copy: a clone's recipe gives
@@ -307,8 +298,6 @@ const py::object& unpack_hook() {
   return hook;
 }
 
-#if FASTACT_RECOMPUTE
-
 bool is_in_scope() {
   const auto& state = at::SavedTensorDefaultHooks::get_tls_state();
   return !state.stack.empty() && !state.is_tracing && !state.disabled_error_message &&
@@ -323,18 +312,6 @@ py::object value_behind(const torch::autograd::SavedVariable& saved) {
   const py::handle packed = hook_and_packed->second.ptr(getPyInterpreter());
   return is_value(packed) ? py::reinterpret_borrow<py::object>(packed) : py::object();
 }
-
-#else
-
-bool is_in_scope() {
-  return false;
-}
-
-py::object value_behind(const torch::autograd::SavedVariable&) {
-  return {};
-}
-
-#endif
 
 torch::autograd::SavedVariable save_before_write(const at::Tensor& tensor) {
   is_before_write = true;

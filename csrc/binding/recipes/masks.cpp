@@ -12,7 +12,6 @@
 #include "../../recipes/masks.h"
 #include "../devices.h"
 #include "../dispatch.h"
-#include "../older_torch.h"
 #include "derivation.h"
 #include "formulas.h"
 
@@ -55,8 +54,8 @@ auto& packed() {
 at::Tensor pack_mask(const at::Tensor& mask) {
   const int64_t n = mask.numel();
   at::Tensor bits = empty_bytes(mask, (n + 7) / 8);
-  const auto* from = reinterpret_cast<const uint8_t*>(const_data<bool>(mask));
-  auto* to = mutable_data<uint8_t>(bits);
+  const auto* from = reinterpret_cast<const uint8_t*>(mask.const_data_ptr<bool>());
+  auto* to = bits.mutable_data_ptr<uint8_t>();
 #if defined(FASTACT_CUDA)
   if (mask.is_cuda()) {
     Cuda::launch(mask, [&](cudaStream_t stream) { return cuda::pack_mask(from, to, n, stream); });
@@ -73,8 +72,8 @@ at::Tensor unpack_mask(const at::Tensor& bits, at::IntArrayRef sizes, at::IntArr
   }
   at::Tensor mask = empty_strided(bits, at::kBool, sizes, strides);
   const int64_t n = mask.numel();
-  const auto* from = const_data<uint8_t>(bits);
-  auto* to = reinterpret_cast<uint8_t*>(mutable_data<bool>(mask));
+  const auto* from = bits.const_data_ptr<uint8_t>();
+  auto* to = reinterpret_cast<uint8_t*>(mask.mutable_data_ptr<bool>());
 #if defined(FASTACT_CUDA)
   if (bits.is_cuda()) {
     Cuda::launch(bits, [&](cudaStream_t stream) { return cuda::unpack_mask(from, to, n, stream); });
@@ -92,7 +91,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
       !has_kernels(owner.device())) {
     return {};
   }
-  if (!assumes(hook) && reinterpret_cast<uintptr_t>(const_data(owner)) % sizeof(uint64_t) != 0) {
+  if (!assumes(hook) && reinterpret_cast<uintptr_t>(owner.const_data_ptr()) % sizeof(uint64_t) != 0) {
     return {};  // somebody else's memory
   }
   const c10::VariableVersion& counter = torch::autograd::impl::version_counter(owner);

@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "../../torch_version.h"
 #include "calls.h"
 #include "derivation.h"
 #include "formulas.h"
@@ -65,7 +64,6 @@ void add_settings(py::module_& module) {
   module.def("begin_scope", &begin_scope);
   module.def("pack_hook", &pack_hook);
   module.attr("unpack") = unpack_hook();
-  module.attr("IS_AVAILABLE") = bool(FASTACT_RECOMPUTE);
 }
 
 // For rules that are functions, by way of recipes/step.py.

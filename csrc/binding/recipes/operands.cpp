@@ -7,7 +7,6 @@
 #include <string>
 #include <string_view>
 
-#include "../../torch_version.h"
 #include "derivation.h"
 #include "leaves.h"
 
@@ -180,11 +179,7 @@ py::object operand(Step& step, size_t i, PyObject* name) {
 }
 
 at::DimVector sizes_of(const torch::autograd::InputMetadata& meta) {
-#if FASTACT_TORCH_VERSION >= 201  // recompute() wants a newer one still, but the binding compiles
   return at::DimVector(C10_AS_INTARRAYREF_SLOW(meta.shape_as_dim_vector()));
-#else
-  return {};
-#endif
 }
 
 py::object argument(py::handle node, PyObject* name) {

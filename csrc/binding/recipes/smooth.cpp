@@ -91,12 +91,10 @@ struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
 
   std::string name() const override { return kSmoothNodeName; }
 
-#if FASTACT_COMPILED_AUTOGRAD
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
     const auto fields = from_arguments<SmoothFields<at::Tensor>>(saved);
     return {grads[0].defined() ? find_smooth(fields.activation)->backward(grads[0], fields.input) : at::Tensor()};
   }
-#endif
 
  private:
   at::Tensor unpack() {
