@@ -120,8 +120,8 @@ SHARED = [
     Mutant(
         "a mask is leaked",
         LAUNCH,
-        "run<Op, Backend>(self, output, mutable_data<uint8_t>(mask), parameters...);",
-        "run<Op, Backend>(self, output, mutable_data<uint8_t>(*new at::Tensor(mask)), parameters...);",
+        "run<Op, Backend>(self, output, mask.mutable_data_ptr<uint8_t>(), parameters...);",
+        "run<Op, Backend>(self, output, (*new at::Tensor(mask)).mutable_data_ptr<uint8_t>(), parameters...);",
     ),
 ]
 
