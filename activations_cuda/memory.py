@@ -170,7 +170,7 @@ class Recomputed:
     def _watch(self, copier, model, args, kwargs):
         for module, functions in self._converted.items():
             set_class(copier(module), class_for(copier(module), functions))
-        pack_value = Hook(None, check=False, outer=None, convolutions=self._convolutions, assumes=True).pack
+        pack_value = Hook(None, check=False, outer=None, convolutions=self._convolutions, is_dry_run=True).pack
         values = []
         first: dict[StorageWeakRef, nn.Module] = {}
         running = running_module(copier, self._modules)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, programs
 from activations_cuda.recipes.rules import RULES, RULES_WITH_CONVOLUTIONS
-from activations_cuda.recipes.step import DTYPE, NUMBER, SHAPE, NothingYet, Op, Step, Underivable, computing
+from activations_cuda.recipes.step import DTYPE, NUMBER, SHAPE, NothingYet, OpRule, Step, Underivable, computing
 from activations_cuda.recipes.verification import is_identical, log, verify
 
 unpack = _C.recipes.unpack
@@ -37,7 +37,7 @@ class Hook:
         check: whether every recipe is compared with its tensor.
         outer: the hooks around the scope, which get what is kept.
         convolutions: whether depthwise convolutions are inexpensive enough.
-        assumes: whether every recipe is taken for right, as on fake tensors.
+        is_dry_run: whether it only counts, and takes every recipe for right, as on fake tensors.
         begins: the sequence number of autograd's next node when the scope began, by default now.
     """
 
@@ -47,12 +47,12 @@ class Hook:
         check: bool,
         outer: Any,
         convolutions: bool = False,
-        assumes: bool = False,
+        is_dry_run: bool = False,
         begins: int | None = None,
     ) -> None:
         # Weakly: whoever keeps an output keeps its graph, which has this.
         self._model = None if model is None else weakref.ref(model)
-        self.check, self.outer, self.convolutions, self.assumes = check, outer, convolutions, assumes
+        self.check, self.outer, self.convolutions, self.is_dry_run = check, outer, convolutions, is_dry_run
         # What the graph had before isn't known to have been written to since.
         self.begins = _C.recipes.begin_scope() if begins is None else begins
         self.rules = RULES_WITH_CONVOLUTIONS if convolutions else RULES
@@ -125,7 +125,7 @@ _C.recipes.set_up(
     permute=torch.permute,
     cast=torch.Tensor.to,
     same=formulas.same,
-    op_type=Op,
+    op_rule=OpRule,
     underivable=Underivable,
     nothing_yet=NothingYet,
     norm_functions={name: _code_of(name) for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm")},

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from activations_cuda.recipes.step import Op, Result, Step
+from activations_cuda.recipes.step import OpRule, Result, Step
 from activations_cuda.recipes.verification import Candidates, Formula
 
 HALVES = torch.bfloat16, torch.float16
@@ -115,7 +115,7 @@ STATISTICS = "result1", "result2"
 RUNNING = "running_mean", "running_var"
 
 
-def batch_norm(op: Any, eps: str, formulas: tuple[Formula, ...], on_cpu: tuple[Formula, ...] | None = None) -> Op:
+def batch_norm(op: Any, eps: str, formulas: tuple[Formula, ...], on_cpu: tuple[Formula, ...] | None = None) -> OpRule:
     """The rule of a batch norm whose node saves eps by this name. If no other formula fits, it is the op itself."""
 
     def in_training(x, w, b, eps):
@@ -134,7 +134,7 @@ def batch_norm(op: Any, eps: str, formulas: tuple[Formula, ...], on_cpu: tuple[F
         arguments = step.arguments(eps)
         return BATCH_NORM_IN_EVALUATION, (x, w, b, mean, step.computed(_invstd, var, *arguments), var), arguments
 
-    return Op(
+    return OpRule(
         candidates,
         ("input", "weight", None),
         (eps,),
@@ -208,7 +208,7 @@ def _layer_norm_again(step: Step) -> Result:
     return layer_norm_whole, tuple(operands), (*step.arguments("normalized_shape"), step.eps())
 
 
-LAYER_NORM = Op(
+LAYER_NORM = OpRule(
     Candidates((layer_norm_affine,), _layer_norm_op, _closest_of_rows, on_cpu=(layer_norm_affine_on_cpu,)),
     ("input", "weight", "bias"),
     ("normalized_shape",),
@@ -245,7 +245,7 @@ def _group_norm_as_called(step: Step) -> Result:
     return _GROUP_NORM, operands, (*step.arguments(*GROUPS), *([] if _SAVES_EPS else [step.eps()]))
 
 
-GROUP_NORM = Op(
+GROUP_NORM = OpRule(
     _GROUP_NORM,
     ("input", "weight", None),
     GROUPS,

@@ -18,26 +18,26 @@ from torch import Tensor
 
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, norms
-from activations_cuda.recipes.step import DTYPE, NUMBER, SHAPE, Op, Result, Step, Underivable
+from activations_cuda.recipes.step import DTYPE, NUMBER, SHAPE, OpRule, Result, Step, Underivable
 
 aten = torch.ops.aten
 
 
-def op(formula: Callable[..., Tensor], *arguments: str, operands: tuple[str | None, ...] = ("self",)) -> Op:
+def op(formula: Callable[..., Tensor], *arguments: str, operands: tuple[str | None, ...] = ("self",)) -> OpRule:
     """The rule of an op by the names under which its node saves things: operands (None: it doesn't), then arguments."""
-    return Op(formula, operands, arguments)
+    return OpRule(formula, operands, arguments)
 
 
-def unsaved(formula: Callable[..., Tensor], *arguments: str, operands: int = 1) -> Op:
+def unsaved(formula: Callable[..., Tensor], *arguments: str, operands: int = 1) -> OpRule:
     """The rule of an op whose node saves none of its operands."""
     return op(formula, *arguments, operands=(None,) * operands)
 
 
-def binary(formula: Callable[..., Tensor], *arguments: str) -> Op:
+def binary(formula: Callable[..., Tensor], *arguments: str) -> OpRule:
     return op(formula, *arguments, operands=("self", "other"))
 
 
-def one_of(formula: Callable[..., Any], *arguments: str) -> Op:
+def one_of(formula: Callable[..., Any], *arguments: str) -> OpRule:
     """The rule of each output of an op that has several."""
 
     def output(input, number, *arguments):
@@ -107,7 +107,7 @@ def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result
 WINDOW = "kernel_size", "stride", "padding"
 TENSORS = None, "tensor1", "tensor2"
 
-RULES: dict[str, Op | Callable[[Step], Result]] = {
+RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     # activations
     "ReluBackward0": op(torch.relu),
     "HardtanhBackward0": op(F.hardtanh, "min_val", "max_val"),
@@ -164,17 +164,17 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "LerpBackward1": op(torch.lerp, operands=("self", "end", "weight")),
     "AddcmulBackward0": op(formulas.addcmul, "value", operands=TENSORS),
     "AddcdivBackward0": op(formulas.addcdiv, "value", operands=TENSORS),
-    "WhereBackward0": Op(formulas.where, (None, None), saved=("condition",)),
+    "WhereBackward0": OpRule(formulas.where, (None, None), saved=("condition",)),
     "MaskedFillBackward0": masked_fill,
-    "NativeDropoutBackward0": Op(
+    "NativeDropoutBackward0": OpRule(
         formulas.dropout, (None,), ("p", DTYPE), saved=("result1",), convert=formulas.scale_of_dropout
     ),
     # casts and copies
     "ToCopyBackward0": unsaved(torch.Tensor.to, DTYPE),
     "CloneBackward0": unsaved(formulas.same),
     "AliasBackward0": unsaved(formulas.same),
-    "CatBackward0": Op(formulas.cat, None, ("dim",)),
-    "StackBackward0": Op(formulas.stack, None, ("dim",)),
+    "CatBackward0": OpRule(formulas.cat, None, ("dim",)),
+    "StackBackward0": OpRule(formulas.stack, None, ("dim",)),
     "ConstantPadNdBackward0": constant_pad,
     "ReflectionPad1DBackward0": op(aten.reflection_pad1d, "padding"),
     "ReflectionPad2DBackward0": op(aten.reflection_pad2d, "padding"),
@@ -189,9 +189,9 @@ RULES: dict[str, Op | Callable[[Step], Result]] = {
     "TriuBackward0": unsaved(torch.triu, "diagonal"),
     "PixelShuffleBackward0": unsaved(F.pixel_shuffle, "upscale_factor"),
     "PixelUnshuffleBackward0": unsaved(F.pixel_unshuffle, "downscale_factor"),
-    "IndexSelectBackward0": Op(formulas.index_select, (None,), ("dim",), saved=("index",)),
-    "GatherBackward0": Op(formulas.gather, ("self",), ("dim",), saved=("index",)),
-    "EmbeddingBackward0": Op(torch.embedding, (None,), saved=("indices",)),
+    "IndexSelectBackward0": OpRule(formulas.index_select, (None,), ("dim",), saved=("index",)),
+    "GatherBackward0": OpRule(formulas.gather, ("self",), ("dim",), saved=("index",)),
+    "EmbeddingBackward0": OpRule(torch.embedding, (None,), saved=("indices",)),
     "UpsampleNearest1DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales"),
     "UpsampleNearest2DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales_h", "scales_w"),
     "UpsampleNearest3DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales_d", "scales_h", "scales_w"),

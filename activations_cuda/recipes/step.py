@@ -36,7 +36,7 @@ def computing() -> Iterator[None]:
 Result = tuple[Any, tuple[Any, ...], tuple[Any, ...]]  # what a rule gives: formula, operands, arguments
 
 
-class Op:
+class OpRule:
     """A rule that is data: a formula, and what of the node are its operands and arguments.
 
     Args:

@@ -362,7 +362,7 @@ bool is_right(
     py::handle hook, const py::object& recipe, const Derivation& derivation, const NodePointer& node,
     const at::Tensor& tensor) {
   const bool is_checked = attribute(hook, NAME("check")).ptr() == Py_True;
-  if (assumes(hook) || (derivation.untried.empty() && !is_checked)) {
+  if (is_dry_run(hook) || (derivation.untried.empty() && !is_checked)) {
     return true;
   }
   py::list untried;
@@ -383,7 +383,7 @@ py::object derive(Step step) {
   const py::object name = name_of(*step.node);
   const py::object rules = attribute(step.hook, NAME("rules"));  // by the names of nodes
   const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
-  const bool is_op = rule && py::type::handle_of(rule).is(callbacks().op_type);
+  const bool is_op = rule && py::type::handle_of(rule).is(callbacks().op_rule);
   if (step.depth > kMaxDepth) {
     Derivation::current->may_succeed_later = true;  // by a shorter way
     return {};
@@ -420,8 +420,8 @@ py::object derive(Step step) {
   return result || op.otherwise.is_none() ? result : by(op.otherwise);
 }
 
-bool assumes(py::handle hook) {
-  return attribute(hook, NAME("assumes")).ptr() == Py_True;
+bool is_dry_run(py::handle hook) {
+  return attribute(hook, NAME("is_dry_run")).ptr() == Py_True;
 }
 
 py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor) {
@@ -437,7 +437,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
     derivation.keep_operands_of(object);
   }
   Value& recipe = value_of(object);
-  if (!assumes(hook)) {
+  if (!is_dry_run(hook)) {
     if (recipe.version > recipe.max_writes) {
       return {};  // somebody has written to it since its op
     }
@@ -476,7 +476,7 @@ py::object recipe_of(
 void narrow(py::handle hook, const NodePointer& node, const py::object& object, at::ScalarType dtype) {
   Value& value = value_of(object);
   if (!value.held.defined() || value.readers != 1 || !value.is_current() ||
-      (!assumes(hook) && value.held.storage().use_count() > 1)) {
+      (!is_dry_run(hook) && value.held.storage().use_count() > 1)) {
     return;
   }
   const at::Tensor tensor = value.tensor();  // which another stream may have made

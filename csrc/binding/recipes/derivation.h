@@ -45,8 +45,8 @@ py::object view_of(const py::object& value, const at::Tensor& view, const at::Te
 // Keeps integers that only this node has saved in a narrower dtype, which holds them all: the value becomes a cast back.
 void narrow(py::handle hook, const NodePointer& node, const py::object& value, at::ScalarType dtype);
 
-// Whether the hook takes every recipe for right, as on fake tensors.
-bool assumes(py::handle hook);
+// Whether the hook only counts, and takes every recipe for right, as on fake tensors.
+bool is_dry_run(py::handle hook);
 
 // The formula that fits, None if none does, and whether the kernel's has the same bits.
 struct Choice {

@@ -94,7 +94,7 @@ bool is_ordinary(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   const auto& types = callbacks().plain_types;
   if (std::none_of(types.begin(), types.end(), [&](py::handle each) { return each.ptr() == type; })) {
-    return assumes(hook) && tensor.layout() == at::kStrided;
+    return is_dry_run(hook) && tensor.layout() == at::kStrided;
   }
   if (c10::impl::dispatch_mode_enabled()) {
     return false;

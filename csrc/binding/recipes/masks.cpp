@@ -91,7 +91,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
       !has_kernels(owner.device())) {
     return {};
   }
-  if (!assumes(hook) && reinterpret_cast<uintptr_t>(owner.const_data_ptr()) % sizeof(uint64_t) != 0) {
+  if (!is_dry_run(hook) && reinterpret_cast<uintptr_t>(owner.const_data_ptr()) % sizeof(uint64_t) != 0) {
     return {};  // somebody else's memory
   }
   const c10::VariableVersion& counter = torch::autograd::impl::version_counter(owner);
@@ -113,7 +113,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   }
   if (value.is_none()) {
     const at::NoGradGuard no_grad;
-    const at::Tensor bits = assumes(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
+    const at::Tensor bits = is_dry_run(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
     const py::object kept = keep(bits, py::none(), outer);
     value = recipe_of(ConfigurationOf::mask, "bits", formulas().unpack_mask, kept, py::tuple(), owner);
     if (!outer.is_none()) {

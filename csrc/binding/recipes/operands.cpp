@@ -45,7 +45,7 @@ bool is_on_cpu(const Value& value) {
 
 // Whether a leaf that an op read may have been written to since.
 bool is_outdated(const Step& step) {
-  return !assumes(step.hook) &&
+  return !is_dry_run(step.hook) &&
          is_of_earlier_pass(*step.node, static_cast<uint64_t>(PyLong_AsLongLong(attribute(step.hook, NAME("begins")).ptr())));
 }
 

@@ -29,7 +29,7 @@ struct NormFunctions {
 
 struct Callbacks {
   explicit Callbacks(const py::kwargs& given)
-      : op_type(given["op_type"]),
+      : op_rule(given["op_rule"]),
         underivable(given["underivable"]),
         nothing_yet(given["nothing_yet"]),
         plain_types(given["plain_types"]),
@@ -43,7 +43,7 @@ struct Callbacks {
         dtype(given["dtype"]),
         number(given["number"]) {}
 
-  py::object op_type;      // the class of the rules that are data
+  py::object op_rule;      // the class of the rules that are data
   py::object underivable;  // raised where a rule asks for what can't be derived
   py::object nothing_yet;  // raised where the hooks around the scope give nothing back yet
   py::tuple plain_types;
