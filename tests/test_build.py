@@ -13,7 +13,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 import activations_cuda
 from activations_cuda import _build, _load
-from trees import FROM_SOURCE, copy, install, run
+from trees import FROM_SOURCE, ROOT, copy, install, run
 
 
 def test_build_info():
@@ -146,6 +146,7 @@ def test_force_cuda_makes_what_is_missing_an_error():
 def test_an_older_torch():
     result = setup(torch_is="torch.__version__ = '2.10.1+cu128'")
     assert_ends(result, "expected torch 2.11 or newer, got 2.10.1+cu128")
+    assert "torch 2.11 or newer" in (ROOT / "README.md").read_text()
 
 
 @FROM_SOURCE
