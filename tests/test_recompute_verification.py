@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import signal
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from activations_cuda import _C, recompute
-from activations_cuda.recipes import hook, programs
+from activations_cuda.recipes import hook, programs, verification
 from activations_cuda.recipes.formulas import same
 from activations_cuda.recipes.rules import RULES, op
 from activations_cuda.recipes.step import Underivable
@@ -141,9 +142,16 @@ def test_check(monkeypatch):
         net(x).square().mean().backward()
 
 
-@pytest.mark.parametrize(("error", "uses"), [(RuntimeError, 1), (torch.OutOfMemoryError, 3)])
+class NoMemory(RuntimeError):
+    def __str__(self):
+        return "DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize(
+    ("error", "uses"), [(RuntimeError, 1), (torch.OutOfMemoryError, 3), (RecursionError, 3), (NoMemory, 3)]
+)
 def test_a_formula_that_raises_is_tried_once(error, uses, monkeypatch):
-    """But one that has found no memory, at each use until there is some."""
+    """But one that has found no memory or stack, at each use until there is some."""
     calls = []
 
     def formula(input):
@@ -202,6 +210,55 @@ def test_what_a_signal_raises_is_raised(error, monkeypatch):
         sum(range(100))
     assert raised.value is error
     assert top_hooks() is None
+
+
+@pytest.mark.parametrize("error", [TimeoutError, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["_tells", "_fits"])
+def test_what_a_handler_raises_while_a_recipe_is_verified(place, error, monkeypatch):
+    """As it would be raised from anywhere; and it says nothing of the formula."""
+
+    class Handler:
+        def __call__(self, *_):
+            raise error("time is up")
+
+    def interrupted(*arguments):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGUSR1)
+        return getattr(verification, place)(*arguments)
+
+    net, x = small_net()
+
+    def step():
+        with recompute():
+            loss = net(x).square().mean()
+        return gradients(net, loss)
+
+    _C.recipes.forget_chosen()
+    before = signal.signal(signal.SIGUSR1, Handler())
+    try:
+        monkeypatch.setattr(verification, place, interrupted)
+        with pytest.raises(error, match="time is up"):
+            step()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert None not in _C.recipes.chosen().values()
+    assert top_hooks() is None
+    for one, other in zip(step(), gradients(net, net(x).square().mean()), strict=True):
+        assert_same(one, other)
+
+
+def test_an_error_that_cannot_be_logged(monkeypatch):
+    """Not in the stack that is left, for one. The op is done, and so is the graph."""
+
+    def fails(*_):
+        raise RecursionError
+
+    monkeypatch.setitem(RULES, "NegBackward0", fails)
+    monkeypatch.setattr(hook.log, "debug", fails)
+    x = torch.randn(4, requires_grad=True)
+    with recompute():
+        loss = Keep.apply(-x).sum()
+    assert_same(torch.autograd.grad(loss, x)[0], torch.autograd.grad(Keep.apply(-x).sum(), x)[0])
 
 
 def test_an_argument_that_changes_makes_few_tables():

@@ -7,6 +7,7 @@ of zeros, as behind a gate that begins closed, proves nothing: what gave it is c
 """
 
 import logging
+import signal
 import threading
 import time
 from collections import Counter
@@ -136,11 +137,27 @@ def _fits(formula, fuses, operands, arguments, output):
             return is_identical(formula(*operands, *arguments), output)
         found = _C.recipes.fused(_C.recipes.recipe(output, formula, operands, arguments))
         return found is not None and is_identical(found, output)
-    except torch.OutOfMemoryError:  # says nothing of the formula
-        raise
     except RuntimeError as error:  # an op that isn't for this device or dtype
+        if says_nothing(error) or is_of_handler(error):
+            raise
         log.debug("recompute: %s: %s", formula.__name__, error)
         return False
+
+
+def says_nothing(error: RuntimeError) -> bool:
+    """Whether not the formula is to blame but too little stack or memory, for which the CPU has no class of error."""
+    return isinstance(error, (torch.OutOfMemoryError, RecursionError)) or "alloc" in str(error).lower()
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Whether a signal's handler has raised it: one runs in the midst of whatever Python code the main thread is running."""
+    handlers = [handler for handler in map(signal.getsignal, signal.valid_signals()) if callable(handler)]
+    functions = (getattr(handler, "__func__", getattr(handler, "func", handler)) for handler in handlers)
+    codes = {getattr(function, "__code__", getattr(type(function).__call__, "__code__", None)) for function in functions}
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code not in codes:
+        trace = trace.tb_next
+    return trace is not None
 
 
 def is_identical(a: Tensor, b: Tensor) -> bool:
@@ -191,9 +208,13 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
     try:
         with computing():
             return _verify(recipe, untried, tensor)
-    except (torch.OutOfMemoryError, NothingYet):
-        return False  # there may be room at its next use, or what the hooks around the scope have
+    except NothingYet:
+        return False  # the hooks around the scope may have it at its next use
     except RuntimeError as error:  # a formula that isn't for this device or dtype
+        if is_of_handler(error):
+            raise
+        if says_nothing(error):
+            return False  # there may be room at its next use
         log.debug("recompute: %s: %s", recipe.source, error)
         return _refuse(recipe, tensor)
     finally:
@@ -226,6 +247,6 @@ def _verify(recipe, untried, tensor):
 
 
 def _refuse(recipe, tensor):
-    log.debug("recompute: %s: no formula fits, shape %s, %s: kept", recipe.source, list(tensor.shape), tensor.dtype)
+    log.debug("recompute: %s: no formula fits, shape %s, %s: saved", recipe.source, list(tensor.shape), tensor.dtype)
     _C.recipes.choose(recipe.configuration, None, False)
     return False

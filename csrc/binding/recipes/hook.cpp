@@ -200,16 +200,27 @@ PyObject* called_to_pack(PyObject* hook, PyObject* object) {
   const Packing packing;
   hooks_outside_have_raised = false;
   py::object value;
-  const auto report = [&](const py::object& error) { callbacks().failed(py::handle(object), error); };
+  const auto is_to_raise = [&](const py::object& error) {
+    try {
+      return py::cast<bool>(callbacks().failed(py::handle(object), error));
+    } catch (const py::error_already_set& another) {  // of who logs it, or for want of stack
+      if (!another.matches(PyExc_Exception)) {
+        raise_later(another);
+      }
+      return false;
+    }
+  };
   try {
     value = pack(hook, object, tensor);
   } catch (py::error_already_set& error) {
     if (hooks_outside_have_raised) {
       throw;
     }
-    error.matches(PyExc_Exception) ? report(error.value()) : raise_later(error);
+    if (!error.matches(PyExc_Exception) || is_to_raise(error.value())) {
+      raise_later(error);
+    }
   } catch (const std::exception& error) {
-    report(py::str(error.what()));
+    is_to_raise(py::str(error.what()));
   }
   if (!value) {
     value = keep(tensor, py::none(), attribute(hook, NAME("outer")));
