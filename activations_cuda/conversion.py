@@ -174,19 +174,21 @@ def convert(
     if options and original_of(type(unwrapped(model))) not in OURS:
         scoped[unwrapped(model)] = options
     if scoped:
-        lines.append("its forward runs within recompute()")
+        whose = "the model's forward runs" if unwrapped(model) in scoped else "forwards of submodules run"
+        lines.append(f"{whose} within recompute()")
     modules = {*functions, *scoped}
     kinds = {module: class_for(module, functions.get(module, frozenset()), scoped.get(module)) for module in modules}
+    is_in_vain = are_candidates and not functions and not in_scope
+    if is_in_vain:  # before anything changes: it may be an error
+        warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
     if surveyed or options:
         revert_all(model)
     try:
         _replace(model, kinds)
-    except Exception:  # of a class whose instances can have no other
+    except BaseException:  # of a class whose instances can have no other, or an interrupt
         revert_all(model)
         raise
-    if are_candidates and not functions and not in_scope:
-        warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
-    else:
+    if not is_in_vain:
         _say("convert: %s", "; ".join(lines))
     return model
 
@@ -292,7 +294,7 @@ def revert(model: Model) -> Model:
         model: any module, converted or not.
 
     Returns:
-        The model. What was reverted is logged as :func:`convert` does.
+        The model. What was reverted is logged, as by :func:`convert`.
 
     Raises:
         TypeError: not a module.
@@ -341,7 +343,8 @@ class ConvertMode(FunctionMode):
         with activations_cuda.ConvertMode():
             y = F.relu6(F.conv2d(images, weight))
 
-    A checkpoint within it, with ``use_reentrant=False``, raises an error in backward: convert the model instead.
+    An activation in a function that a checkpoint with ``use_reentrant=False`` runs within it raises an error in backward:
+    convert the model instead.
 
     Args:
         classes: the classes of torch.nn whose functions are meant. By default Hardshrink, Hardsigmoid, Hardtanh, ReLU6,

@@ -5,6 +5,7 @@ import itertools
 import logging
 import pickle
 import random
+import warnings
 from functools import partial
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import activations_cuda
+from activations_cuda import conversion
 from activations_cuda.conversion import log
 from activations_cuda.memory import saved_bytes
 from activations_cuda.survey import Survey
@@ -311,6 +313,38 @@ def test_says_what_it_did(monkeypatch):
     activations_cuda.convert(nn.ReLU6(), recompute=True)
     assert type(activations_cuda.convert(nn.ReLU(), recompute=True)) is nn.ReLU
     assert messages == ["convert: 1 ReLU6 left alone", "convert: 1 ReLU6 converted", "convert: 1 ReLU left alone"]
+    messages.clear()
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU6()), nn.Linear(8, 8))
+    activations_cuda.convert(model[0], recompute=True)
+    activations_cuda.convert(model, torch.randn(9, 8))
+    activations_cuda.convert(model, recompute=True)
+    whose = "the model's forward runs", "forwards of submodules run", "the model's forward runs"
+    assert messages == [f"convert: 1 ReLU6 converted; {each} within recompute()" for each in whose]
+
+
+def test_a_warning_that_is_an_error_changes_nothing():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    activations_cuda.convert(model, classes=nn.ReLU)
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="nothing to convert"):
+        warnings.simplefilter("error")
+        activations_cuda.convert(model, torch.randn(9, 8))
+    assert activations_cuda.converted(model) == {"ReLU": 1}
+
+
+def test_an_interrupt_leaves_a_model_as_it_was(monkeypatch):
+    set_class = conversion.set_class
+
+    def interrupted(module, kind):
+        set_class(module, kind)
+        if module is model[1]:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.ReLU6(), nn.ReLU6(), nn.ReLU6())
+    monkeypatch.setattr(conversion, "set_class", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        activations_cuda.convert(model)
+    assert activations_cuda.converted(model) == {}
 
 
 class HasOptions(nn.Module):
