@@ -20,7 +20,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 VERSION = "0.2.0"
-OLDEST = 2, 11  # whose saved tensors say which hooks have packed them
+OLDEST = 2, 11  # whose saved tensors have `data`, what a hook has packed
 
 try:
     import torch
@@ -152,7 +152,7 @@ installed = Binding(str(torch.__version__), None if reason else torch.version.cu
 bindings = [binding for folder in folders if folder for binding in bindings_for(Path(folder).resolve())] or [installed]
 
 for binding in bindings:
-    if binding.minor < OLDEST:
+    if binding.minor < OLDEST and "sdist" not in sys.argv:
         sys.exit("activations-cuda: expected torch {}.{} or newer, got {}".format(*OLDEST, binding.torch))
 if reason:
     print("activations-cuda: building for the CPU only: {}".format(*reason))

@@ -193,7 +193,7 @@ class Copier:
             self.copies[id(value)] = value, value  # until there is a copy
             try:
                 self._start(value, kind)
-            except (_CannotBeCopied, torch.cuda.OutOfMemoryError):  # the model's own tensor is no copy
+            except (_CannotBeCopied, torch.OutOfMemoryError):  # the model's own tensor is no copy
                 raise
             except Exception as error:
                 if issubclass(kind, nn.Module):

@@ -155,7 +155,7 @@ def _without_reports_of_fakes():
 
 @contextmanager
 def _only_fakes_afterwards(mode):
-    """If some cache has a fake tensor then, the model's next call is an error rather than fake."""
+    """A fake tensor that the pass leaves in a cache makes the model's next call an error, instead of a fake result."""
     try:
         yield
     finally:
@@ -201,24 +201,25 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
                 with nullcontext() if is_there else mode:
                     _run(run, copier, *copies)
         except Exception as error:
-            _raise_if_final(error, copier)
+            if _is_final(error, copier):
+                raise
             try:
                 _run_on_clones(run, model, args, kwargs)
-            except torch.cuda.OutOfMemoryError:  # most likely the model doesn't take these inputs
+            except torch.OutOfMemoryError:  # most likely the model doesn't take these inputs
                 raise error  # noqa: B904 (it has both)
 
 
-def _raise_if_final(error, copier):
-    """Where a dry run on fake tensors has failed and real ones won't do either."""
+def _is_final(error, copier):
+    """Whether real tensors won't do either where fake ones have failed. Raises a better error where there is one."""
     if "saved tensor hooks" in str(error):
         raise RuntimeError(
             "the model's forward pass calls a transform of torch.func, in which PyTorch has no hooks on saved tensors: it "
             "can't be surveyed; convert(model) needs no inputs"
         ) from error
     if not any(tensor.is_meta for tensor, _ in copier.copies.values() if isinstance(tensor, Tensor)):
-        return
+        return False
     if not isinstance(error, FAKES_WONT_DO):
-        raise error
+        return True
     raise RuntimeError(
         f"the model's forward pass depends on the values of its tensors ({error}): expected a model and example "
         "inputs with values, got some on the meta device"

@@ -147,8 +147,8 @@ def hardsigmoid(input: Tensor, inplace: bool = False, *, alpha: float | None = N
         A tensor of the input's shape and dtype; in place, the input.
 
     Raises:
-        ValueError: alpha without beta or beta without alpha, ``alpha == 0``, NaN for either, or a number beyond the range of
-            the input's dtype.
+        ValueError: alpha without beta or beta without alpha, ``alpha == 0``, NaN for either, or a finite number beyond the
+            range of the input's dtype.
     """
     if alpha is None and beta is None:
         ops = _ops()

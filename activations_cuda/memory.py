@@ -73,8 +73,8 @@ class MemoryReport:
         layers: the modules that save any.
         before: the bytes of all together.
         after: the same, once the model is converted.
-        decisions: what ``convert(model, *inputs)`` converts, what it leaves alone and why; with ``recompute=True``
-            that converts every smooth activation too.
+        decisions: what ``convert(model, *inputs)`` converts, what it leaves alone and why. (With
+            ``recompute=True`` it converts every smooth activation too.)
         recompute: the bytes within :func:`recompute`, of the converted model; None if that wasn't asked for.
         recomputed: the bytes that each rule replaced, by the name of its node in autograd's graph.
     """
@@ -228,7 +228,7 @@ def memory_report(
         The bytes of each module that saves any, and of all together; what is converted, what is left alone and why.
 
     Raises:
-        TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that are no arguments.
+        TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that the model's forward doesn't take.
         ValueError: a lazy module that hasn't been called yet.
         RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func.
     """

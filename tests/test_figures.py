@@ -116,7 +116,10 @@ def test_figures_of_alternatives():
     saved = {way: percents([1 - memory for memory in each]) for way, each in memories.items()}
     more = {way: percents([time - 1 for time in each]) for way, each in times.items()}
     text = re.sub(r"\s+", " ", BENCHMARKS)
-    assert f"**recompute** saves {saved['recompute']} of it for at most {max(times['recompute']) - 1:.0%} more time" in text
+    assert (
+        f"**recompute** saves {saved['recompute']} of the memory for at most {max(times['recompute']) - 1:.0%} more time"
+        in text
+    )
     both = "recompute, every 2nd block checkpointed"
     assert f"it is {saved[both]}, for {more[both]} more time" in text
     assert f"saves {saved['torch.compile, budget 0.5']}, and takes less time once" in text

@@ -12,9 +12,7 @@ import activations_cuda
 from activations_cuda import _C
 from recomputing import assert_same
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # theirs
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 
 def compare(create, train, convert=lambda model: activations_cuda.convert(model, recompute=True)):

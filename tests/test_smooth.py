@@ -509,13 +509,15 @@ def test_a_fork_while_another_thread_makes_the_tables(row):
         thread = threading.Thread(target=use)
         thread.start()
         children = []
-        while thread.is_alive():
+        while thread.is_alive() and len(children) < 4:
             time.sleep(0.02)
             child = os.fork()
             if child == 0:
                 use()
                 os._exit(0)
             children.append(child)
+        thread.join()
+        assert children
         end, statuses = time.monotonic() + 60, []
         for child in children:
             while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < end:

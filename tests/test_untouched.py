@@ -1061,15 +1061,33 @@ def test_no_memory_for_copies(make, monkeypatch):
     """The error is that of the pass on fake tensors, and the model's own tensors take no part."""
 
     def clone(tensor):
-        raise torch.cuda.OutOfMemoryError
+        raise torch.OutOfMemoryError
 
     monkeypatch.setattr(dry_run, "_clone", clone)
     model = make()
     state = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError) as raised:
         activations_cuda.convert(model, torch.randn(2, 7 if make is net else 8))
-    assert isinstance(raised.value.__context__, torch.cuda.OutOfMemoryError)
+    assert isinstance(raised.value.__context__, torch.OutOfMemoryError)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_that_fails_is_freed():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            raise KeyError
+
+    gc.disable()
+    try:
+        for device in "cpu", "meta":
+            model = Fails(8, 8, device=device)
+            gone = weakref.ref(model)
+            with pytest.raises(KeyError):
+                activations_cuda.convert(model, torch.randn(8, 8, device=device))
+            del model
+            assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_transform_in_forward():

@@ -235,7 +235,7 @@ _GROUP_NORM = Candidates(
     (group_norm_whole, group_norm_in_two, group_norm_affine, group_norm_centered), _group_norm_op, _closest_of_channels
 )
 # Not saved from torch 2.15 on.
-_SAVES_EPS = hasattr(getattr(torch._C._functions, "NativeGroupNormBackward0", None), "_saved_eps")
+_SAVES_EPS = hasattr(torch._C._functions.NativeGroupNormBackward0, "_saved_eps")  # type: ignore[attr-defined]
 GROUPS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])
 
 

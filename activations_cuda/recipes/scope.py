@@ -64,9 +64,9 @@ class recompute:
 
     Raises:
         RuntimeError: at the end of a scope with ``check=True``, if a recipe gave other bits. In backward, as autograd would, if
-            what a recipe reads or replaced was written to in place since. If a scope ends in
-            another thread than the one in which it began.
-        TypeError: ``model`` isn't a module, or what is decorated is a class, a generator or a coroutine.
+            what a recipe reads or replaced was written to in place since. If a scope ends in another thread than the one in
+            which it began.
+        TypeError: ``model`` isn't a module, or what is decorated isn't a function, or is a class, a generator or a coroutine.
     """
 
     def __init__(self, model: nn.Module | None = None, *, check: bool = False, convolutions: bool = False) -> None:

@@ -18,6 +18,7 @@
 #include <atomic>
 #include <limits>
 #include <optional>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -102,15 +103,15 @@ struct Gelu {
       {"gelu_tanh", tanh, tanh_inplace, tanh_backward, one_factor<tanh_backward>, {5, 1 << 25}, {8, kNever}},
   };
 
-  using Parameters = std::tuple<c10::string_view>;
+  using Parameters = std::tuple<std::string_view>;
   static constexpr const char* parameters = ", *, str approximate='none'";
   static constexpr const char* keyword = "approximate";
 
-  static const Smooth* activation(c10::string_view approximate) {
+  static const Smooth* activation(std::string_view approximate) {
     return approximate == "none" ? &activations[0] : approximate == "tanh" ? &activations[1] : nullptr;
   }
-  static Tensor pytorch(const Tensor& self, c10::string_view approximate) { return at::gelu(self, approximate); }
-  static Tensor& pytorch_inplace(Tensor& self, c10::string_view approximate) { return at::gelu_(self, approximate); }
+  static Tensor pytorch(const Tensor& self, std::string_view approximate) { return at::gelu(self, approximate); }
+  static Tensor& pytorch_inplace(Tensor& self, std::string_view approximate) { return at::gelu_(self, approximate); }
 };
 
 struct Silu : WithoutParameters<Silu> {
@@ -145,7 +146,7 @@ struct Mish : WithoutParameters<Mish> {
 };
 
 // The activation with this name, or null.
-inline const Smooth* find_smooth(c10::string_view name) {
+inline const Smooth* find_smooth(std::string_view name) {
 #define SMOOTH(op, F)                         \
   for (const Smooth& each : F::activations) { \
     if (name == each.name) {                  \

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -24,10 +25,10 @@ using torch::autograd::variable_list;
 using Strides = std::vector<c10::SymInt>;
 
 at::Tensor call_code_backward(
-    const at::Tensor& grad, const at::Tensor& output, const at::Tensor& code, c10::string_view activation,
+    const at::Tensor& grad, const at::Tensor& output, const at::Tensor& code, std::string_view activation,
     c10::SymIntArrayRef input_strides) {
   static const auto op =
-      find<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::string_view, at::OptionalSymIntArrayRef)>(
+      find<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view, at::OptionalSymIntArrayRef)>(
           "code_backward");
   return grad.defined() ? op.call(grad, output, code, activation, input_strides) : grad;
 }

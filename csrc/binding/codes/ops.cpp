@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <string>
+#include <string_view>
 #include <tuple>
 
 #include "../../codes/code.h"
@@ -32,7 +33,7 @@ void check_known(const Tables* tables, const std::string& op, const Tensor& self
       self.scalar_type(), " on ", self.device());
 }
 
-const Smooth& check_smooth(c10::string_view name) {
+const Smooth& check_smooth(std::string_view name) {
   const Smooth* activation = find_smooth(name);
   TORCH_CHECK_VALUE(activation, "code_backward: expected the name of a smooth activation, got ", name);
   return *activation;
@@ -221,7 +222,7 @@ const Tables& check_output(const Smooth& activation, const Tensor& output) {
 }
 
 Tensor code_backward(
-    const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
+    const Tensor& grad, const Tensor& output, const Tensor& code, std::string_view name, OptionalSymIntArrayRef input_strides) {
   const Smooth& activation = check_smooth(name);
   check_code(activation, grad, output, code, input_strides);
   const at::IntArrayRef strides = input_strides ? C10_AS_INTARRAYREF_SLOW(*input_strides) : output.strides();
@@ -229,7 +230,7 @@ Tensor code_backward(
 }
 
 Tensor code_backward_meta(
-    const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
+    const Tensor& grad, const Tensor& output, const Tensor& code, std::string_view name, OptionalSymIntArrayRef input_strides) {
   check_code(check_smooth(name), grad, output, code, input_strides);
   const auto sizes = c10::asIntArrayRefSlowOpt(grad.sym_sizes());
   const auto incoming = c10::asIntArrayRefSlowOpt(grad.sym_strides());
@@ -240,7 +241,7 @@ Tensor code_backward_meta(
 
 // For vmap and is_grads_batched: PyTorch's ops know how to batch a gradient.
 Tensor code_backward_composite(
-    const Tensor& grad, const Tensor& output, const Tensor& code, c10::string_view name, OptionalSymIntArrayRef input_strides) {
+    const Tensor& grad, const Tensor& output, const Tensor& code, std::string_view name, OptionalSymIntArrayRef input_strides) {
   const Smooth& activation = check_smooth(name);
   check_code(activation, grad, output, code, input_strides);
   const at::IntArrayRef strides = input_strides ? C10_AS_INTARRAYREF_SLOW(*input_strides) : output.strides();

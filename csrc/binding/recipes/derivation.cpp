@@ -206,7 +206,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   return true;
 }
 
-// An Op of recipes/step.py, read once.
+// An OpRule of recipes/step.py, read once.
 struct OpRule {
   explicit OpRule(const py::object& rule)
       : rule(rule),
@@ -266,7 +266,7 @@ bool is_strided(Step& step, PyObject* name) {
   return !strides || !agree(sizes, *strides, c10::contiguous_strides(sizes));
 }
 
-// By a rule that is an Op.
+// By a rule that is an OpRule.
 bool by_op(Step& step, const OpRule& rule, Value& recipe) {
   if (!rule.when.is_none() && attribute(step.python(), rule.when.ptr()).ptr() != Py_True) {
     return false;
