@@ -326,6 +326,8 @@ RECOMPUTE = [
     ),
     Mutant("parts that nobody has kept", JOINED, "!can_be_kept(unknown", "true || !can_be_kept(unknown"),
     Mutant("what is computed in inference mode", HOOK, "no_inference.emplace(false)", "no_inference.emplace(true)"),
+    Mutant("what a handler raises is lost", HOOK, "|| is_to_raise(error.value())", "|| (is_to_raise(error.value()), false)"),
+    Mutant("an error that can't be logged", HOOK, "// of who logs it, or for want of stack", "throw;"),
     Mutant("a clone's memory is shared", HOOK, "!is_shared || ", "true || "),
     Mutant(
         "strides that a saved clone has",
