@@ -145,7 +145,7 @@ def _fits(formula, fuses, operands, arguments, output):
 
 
 def says_nothing(error: RuntimeError) -> bool:
-    """Whether not the formula is to blame but too little stack or memory, for which the CPU has no class of error."""
+    """Whether stack ran out, or memory, for which the CPU has no class of error: that says nothing of the formula."""
     return isinstance(error, (torch.OutOfMemoryError, RecursionError)) or "alloc" in str(error).lower()
 
 
