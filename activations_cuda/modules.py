@@ -93,28 +93,28 @@ class Threshold(Activation, nn.Threshold):
 
 
 class GELU(Activation, nn.GELU):
-    """:class:`torch.nn.GELU`, saving its output and a few bits per element."""
+    """:class:`torch.nn.GELU`, in bfloat16 and float16 saving its output and a few bits per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.gelu(input, self.approximate)
 
 
 class SiLU(Activation, nn.SiLU):
-    """:class:`torch.nn.SiLU`, saving its output and a few bits per element."""
+    """:class:`torch.nn.SiLU`, in bfloat16 and float16 saving its output and a few bits per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.silu(input, self.inplace)
 
 
 class Hardswish(Activation, nn.Hardswish):
-    """:class:`torch.nn.Hardswish`, saving its output and a few bits per element."""
+    """:class:`torch.nn.Hardswish`, in bfloat16 and float16 saving its output and a few bits per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardswish(input, self.inplace)
 
 
 class Mish(Activation, nn.Mish):
-    """:class:`torch.nn.Mish`, saving its output and a few bits per element."""
+    """:class:`torch.nn.Mish`, in bfloat16 and float16 saving its output and a few bits per element."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.mish(input, self.inplace)
