@@ -21,6 +21,7 @@ from setuptools import Extension, setup
 
 VERSION = "0.2.0"
 OLDEST = 2, 11  # whose saved tensors have `data`, what a hook has packed
+TORCH = "torch>={}.{}".format(*OLDEST)
 
 try:
     import torch
@@ -30,7 +31,7 @@ except ImportError:
             "activations-cuda: torch must be installed first, and pip's build isolation hides it: install torch, then run "
             "pip install --no-build-isolation . in the source tree"
         )
-    setup(version=VERSION, install_requires=["torch>={}.{}".format(*OLDEST), "tabulate"])
+    setup(version=VERSION, install_requires=[TORCH, "tabulate"])
     sys.exit()
 
 
@@ -285,7 +286,7 @@ def binding_extension(binding):
 
 def requirement():
     if "sdist" in sys.argv:
-        return "torch>={}.{}".format(*OLDEST)
+        return TORCH
     minors = sorted({binding.minor for binding in bindings})
     (major, first), (last_major, last) = minors[0], minors[-1]
     return f"torch=={major}.{first}.*" if len(minors) == 1 else f"torch>={major}.{first},<{last_major}.{last + 1}"

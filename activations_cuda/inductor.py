@@ -296,7 +296,7 @@ def options(others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     if not isinstance(others, (Mapping, type(None))):
         raise TypeError(f"inductor.options: expected a dict of options, got {type(others).__name__}")
     others = dict(others or {})
-    if hasattr(config, "pre_grad_pass_timing"):  # since torch 2.12
+    if hasattr(config, "pre_grad_pass_timing"):  # torch 2.11 has none
         others["pre_grad_pass_timing"] = "early"  # in every process, cached code or not: PyTorch is asked
     for place, ours in {"pre_grad_custom_pass": Pack(), "joint_custom_pre_pass": Unpack()}.items():
         theirs = others.get(place, getattr(config, place)) or ()

@@ -73,8 +73,8 @@ class MemoryReport:
         layers: the modules that save any.
         before: the bytes of all together.
         after: the same, once the model is converted.
-        decisions: what ``convert(model, *inputs)`` converts, what it leaves alone and why. (With
-            ``recompute=True`` it converts every smooth activation too.)
+        decisions: what ``convert(model, *inputs)`` converts, what it leaves alone and why. (With ``recompute=True`` it
+            converts every smooth activation too.)
         recompute: the bytes within :func:`recompute`, of the converted model; None if that wasn't asked for.
         recomputed: the bytes that each rule replaced, by the name of its node in autograd's graph.
     """

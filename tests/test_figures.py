@@ -108,6 +108,9 @@ def test_figures_of_alternatives():
     table = re.findall(r"^\| .+ \| (?:yes|no|fails|but for running statistics) \|$", BENCHMARKS, re.MULTILINE)
     assert table == [*map(line, rows)]
     rows = [row for row in rows if "failure" not in row]
+    recomputed = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-recompute.json").read_text())["rows"]
+    batches = [{(row["model"], row["batch"]) for row in each} for each in (rows, recomputed)]
+    assert batches[0] <= batches[1] and "Batches are those of [Recompute]" in BENCHMARKS
     assert all(row["losses_equal"] and row["weights_equal"] for row in rows if row["way"] in ("converted", "recompute"))
     times, memories = {}, {}
     for row in rows:
@@ -198,8 +201,10 @@ def test_figures_of_recompute():
         f"{changes(row, 'memory', 'kernels', 'time')} |"
         for row in rows
     ]
-    assert re.findall(r"^\| .+% \|$", read("docs/recompute.md"), re.MULTILINE) == expected
+    page = read("docs/recompute.md")
+    assert re.findall(r"^\| .+% \|$", page, re.MULTILINE) == expected
     assert all(row[f"{what}_equal"] for row in rows for what in ("losses", "weights", "recipes"))
+    assert {row["steps"] for row in rows} == {4} and "the losses of four steps" in page.replace("\n", " ")
     least, *_, most = sorted(1 - row["memory"] for row in rows if "convolutions" not in row["model"])
     assert f"with {least:.0%}".rstrip("%") + f" to {most:.0%} less memory" in README
     less = {row["model"]: f"{1 - row['memory']:.0%}" for row in rows}
@@ -231,5 +236,8 @@ def test_figures_of_frameworks():
         f"{changes(row, 'memory', 'time')} |"
         for row in rows
     ]
-    assert re.findall(r"^\| .+% \|$", read("docs/frameworks.md"), re.MULTILINE) == expected
+    page = read("docs/frameworks.md")
+    assert re.findall(r"^\| .+% \|$", page, re.MULTILINE) == expected
     assert all(row[f"{what}_equal"] for row in rows for what in ("losses", "weights"))
+    assert {row["dtype"] for row in rows} == {"bfloat16"} and "Two H200, bfloat16" in page
+    assert {row["steps"] for row in rows} == {20} and "All losses and weights of 20 steps are equal" in page

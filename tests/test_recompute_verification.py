@@ -212,14 +212,33 @@ def test_what_a_signal_raises_is_raised(error, monkeypatch):
     assert top_hooks() is None
 
 
+class Handler:
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, *_):
+        raise self.error("time is up")
+
+    def method(self, *_):
+        raise self.error("time is up")
+
+
+def function_of(error):
+    def handler(*_):
+        raise error("time is up")
+
+    return handler
+
+
 @pytest.mark.parametrize("error", [TimeoutError, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["_tells", "_fits"])
-def test_what_a_handler_raises_while_a_recipe_is_verified(place, error, monkeypatch):
+@pytest.mark.parametrize(
+    "handler_of",
+    [function_of, Handler, lambda error: Handler(error).method, lambda error: partial(function_of(error), None)],
+    ids=["function", "callable", "method", "partial"],
+)
+def test_what_a_handler_raises_while_a_recipe_is_verified(handler_of, place, error, monkeypatch):
     """As it would be raised from anywhere; and it says nothing of the formula."""
-
-    class Handler:
-        def __call__(self, *_):
-            raise error("time is up")
 
     def interrupted(*arguments):
         monkeypatch.undo()
@@ -234,7 +253,7 @@ def test_what_a_handler_raises_while_a_recipe_is_verified(place, error, monkeypa
         return gradients(net, loss)
 
     _C.recipes.forget_chosen()
-    before = signal.signal(signal.SIGUSR1, Handler())
+    before = signal.signal(signal.SIGUSR1, handler_of(error))
     try:
         monkeypatch.setattr(verification, place, interrupted)
         with pytest.raises(error, match="time is up"):

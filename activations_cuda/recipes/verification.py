@@ -152,7 +152,7 @@ def says_nothing(error: RuntimeError) -> bool:
 def is_of_handler(error: BaseException) -> bool:
     """Whether a signal's handler has raised it: one runs in the midst of whatever Python code the main thread is running."""
     handlers = [handler for handler in map(signal.getsignal, signal.valid_signals()) if callable(handler)]
-    functions = (getattr(handler, "__func__", getattr(handler, "func", handler)) for handler in handlers)
+    functions = (getattr(handler, "func", handler) for handler in handlers)  # of a partial
     codes = {getattr(function, "__code__", getattr(type(function).__call__, "__code__", None)) for function in functions}
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code not in codes:

@@ -51,7 +51,7 @@ struct Callbacks {
   py::object step;                  // (hook, node, number, tensor, depth) -> formula, operands, arguments
   py::object is_right;              // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
   py::object functions;             // this package's, by their names
-  py::object failed;                // (tensor, error)
+  py::object failed;                // (tensor, error): whether to raise it after all
   py::object table;                 // (formula, arguments, dtype, like) -> the table of a function of one number, or None
   py::object shape, dtype, number;  // what stands among a rule's arguments for the output's own
 };
