@@ -90,7 +90,7 @@ TAG := $(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
 DIST = dist/*-$(subst cpython-,cp,$(TAG))-*
 FOR_WHEEL = build/wheel-$(TAG)
 READY = $(FOR_WHEEL)/ready-$(lastword $(TORCHES))
-FROM_TORCH = --exclude "libc10*" --exclude "libtorch*" --exclude "libcudart*"
+FROM_TORCH = --exclude "libc10*" --exclude "libtorch*"
 colons = $(subst $(eval) ,:,$(1))
 wheel: $(READY) $(TORCHES:%=$(FOR_WHEEL)/%)
 	rm -rf $(FOR_WHEEL)/new $(DIST) build/lib* build/bdist*
@@ -160,4 +160,4 @@ $(BIN)/python:
 	@$(PYTHON) -m venv --system-site-packages $(VENV) || { rm -rf $(VENV); exit 1; }
 
 clean:
-	rm -rf build dist $(VENV) *.egg-info activations_cuda/*.so activations_cuda/torch_*_c* activations_cuda/_build.py
+	rm -rf build dist $(VENV) *.egg-info activations_cuda/*.so activations_cuda/torch_*_* activations_cuda/_build.py

@@ -1,7 +1,7 @@
 """Builds the kernels, a library for each device, and a binding of them to torch.
 
-The binding is for the torch that is installed, with CUDA where that torch and this machine have it. TORCH_FOLDERS may name
-other torches, separated by colons: then there are two bindings for each of them, for its CUDA and its CPU builds.
+There are kernels for CUDA where the installed torch and this machine have it. The binding is for the installed torch, with or
+without CUDA. TORCH_FOLDERS may name other torches, separated by colons: then there is a binding for each of them.
 """
 
 import copy
@@ -12,9 +12,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from glob import glob
-from itertools import groupby
+from itertools import groupby, starmap
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -57,16 +56,17 @@ def find_toolkit():
     return None
 
 
-def check_toolkit(toolkit, binding):
-    """End where the toolkit is of another CUDA major version than a binding's torch: what it compiles would not load."""
+def release_of(toolkit):
+    """The toolkit's version, e.g. 13.0. Ends where torch is of another major version, whose driver may be older."""
     run = subprocess.run([toolkit / "bin/nvcc", "--version"], capture_output=True, text=True)
-    found = re.search(r"release (\d+)\.(\d+)", run.stdout)
-    major = binding.cuda.split(".")[0]
-    if found and found[1] != major:
+    release = re.search(r"release ([\d.]+)", run.stdout)[1]
+    major = torch.version.cuda.split(".")[0]
+    if release.split(".")[0] != major:
         sys.exit(
-            f"activations-cuda: {toolkit} is CUDA {found[1]}.{found[2]}, but torch {binding.torch} is built with CUDA "
-            f"{binding.cuda}: set CUDA_HOME to a toolkit of CUDA {major}, or FORCE_CPU=1 to build without CUDA"
+            f"activations-cuda: {toolkit} is CUDA {release}, but torch {torch.__version__} is built with CUDA "
+            f"{torch.version.cuda}: set CUDA_HOME to a toolkit of CUDA {major}, or FORCE_CPU=1 to build without CUDA"
         )
+    return release
 
 
 def find_compiler():
@@ -118,49 +118,38 @@ def commit():
     return subprocess.run(git, cwd=root, capture_output=True, text=True).stdout.strip() or None
 
 
-@dataclass
-class Binding:
-    """The module _C for one torch, in a folder of its own."""
-
-    torch: str
-    cuda: str | None
-    root: Path  # of that torch's headers and libraries
-
-    @property
-    def minor(self):
-        return tuple(map(int, self.torch.split(".")[:2]))
-
-    @property
-    def folder(self):
-        return "torch_{}_{}_{}".format(*self.minor, "cuda" if self.cuda else "cpu")
+def minor(version):
+    return tuple(map(int, version.split(".")[:2]))
 
 
-def bindings_for(root):
-    version = runpy.run_path(root / "version.py") if (root / "version.py").exists() else {"cuda": None}
-    if version["cuda"] is None:
-        sys.exit(f"activations-cuda: TORCH_FOLDERS: expected folders of torch, of its builds with CUDA, got {root}")
-    release = version["__version__"].partition("+")[0]  # which build it was says nothing of the other binding
-    return [Binding(release, cuda, root) for cuda in (version["cuda"], None)]
+def folder_of(version):
+    return "torch_{}_{}".format(*minor(version))
+
+
+def version_in(root):
+    if not (root / "version.py").exists():
+        sys.exit(f"activations-cuda: TORCH_FOLDERS: expected folders of torch, got {root}")
+    version = runpy.run_path(root / "version.py")["__version__"]
+    return version.partition("+")[0]  # the binding is for all builds of that release
 
 
 toolkit = find_toolkit()
 reason = why_not_cuda(toolkit)
-folders = os.environ.get("TORCH_FOLDERS", "").split(":")
-forced_by = "TORCH_FOLDERS" if any(folders) else "FORCE_CUDA" if flag("FORCE_CUDA") else None
+folders = [Path(folder).resolve() for folder in os.environ.get("TORCH_FOLDERS", "").split(":") if folder]
+forced_by = "TORCH_FOLDERS" if folders else "FORCE_CUDA" if flag("FORCE_CUDA") else None
 if reason and forced_by:
     sys.exit("activations-cuda: {} is set, but {}: {}".format(forced_by, *reason))
-installed = Binding(str(torch.__version__), None if reason else torch.version.cuda, Path(torch.__file__).parent)
-bindings = [binding for folder in folders if folder for binding in bindings_for(Path(folder).resolve())] or [installed]
+cuda = None if reason else release_of(toolkit)
+installed = Path(torch.__file__).parent
+# By their versions.
+torches = {version_in(folder): folder for folder in folders} or {str(torch.__version__): installed}
 
-for binding in bindings:
-    if binding.minor < OLDEST and "sdist" not in sys.argv:
-        sys.exit("activations-cuda: expected torch {}.{} or newer, got {}".format(*OLDEST, binding.torch))
+for version in torches:
+    if minor(version) < OLDEST and "sdist" not in sys.argv:
+        sys.exit("activations-cuda: expected torch {}.{} or newer, got {}".format(*OLDEST, version))
 if reason:
     print("activations-cuda: building for the CPU only: {}".format(*reason))
 else:
-    for binding in bindings:
-        if binding.cuda:
-            check_toolkit(toolkit, binding)
     os.environ["CUDA_HOME"] = str(toolkit)  # read when torch.utils.cpp_extension is imported
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         os.environ["TORCH_CUDA_ARCH_LIST"] = supported_archs(toolkit)
@@ -183,14 +172,15 @@ class BuildWithRecord(BuildExtension):
         for stale in Path(self.build_lib, "activations_cuda").glob("**/*.so"):
             stale.unlink()  # or another torch's bindings would come into a wheel
         super().run()
-        built = {binding.folder: (binding.torch, binding.cuda) for binding in bindings}
+        built = {folder_of(version): version for version in torches}
         record = Path(self.get_ext_fullpath("activations_cuda._build")).with_name("_build.py")
         record.write_text(
             "# Written by setup.py.\n"
             f"version = {self.distribution.get_version()!r}\n"
             f"commit = {commit()!r}\n"
-            f"bindings = {built!r}\n"
-            f"archs = {[] if reason else os.environ['TORCH_CUDA_ARCH_LIST'].replace(' ', ';').split(';')!r}\n"
+            f"torches = {built!r}\n"
+            f"cuda = {cuda!r}\n"
+            f"archs = {[] if cuda is None else os.environ['TORCH_CUDA_ARCH_LIST'].replace(' ', ';').split(';')!r}\n"
         )
 
     def build_extension(self, extension):
@@ -218,8 +208,8 @@ class BuildWithRecord(BuildExtension):
         return name.replace(".", "/") + ".so" if is_kernels else super().get_ext_filename(name)
 
     def copy_extensions_to_source(self):
-        for binding in bindings:
-            Path("activations_cuda", binding.folder).mkdir(exist_ok=True)
+        for version in torches:
+            Path("activations_cuda", folder_of(version)).mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
 
@@ -242,15 +232,11 @@ COMPILE_ARGS = {
     ],
     "nvcc": ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden", "--ptxas-options=-v,--warn-on-spills", "--threads=4"],
 }
-KERNELS = {"libfastact_cpu": "csrc/*/cpu/*.cpp", "libfastact_cuda": "csrc/*/cuda/*.cu"}
+KERNELS = ["libfastact_cpu", *(["libfastact_cuda"] if cuda else [])]
 
 
-def extension(name, sources, root, cuda, libraries=(), library_dirs=(), link_args=()):
+def extension(name, sources, root, libraries=(), library_dirs=(), link_args=()):
     include_dirs = [root / "include", root / "include/torch/csrc/api/include"]
-    if cuda:
-        include_dirs += [toolkit / "include"]
-        library_dirs = [*library_dirs, toolkit / "lib64", toolkit / "lib"]
-        libraries = [*libraries, "cudart"]
     return Extension(
         f"activations_cuda.{name}",
         sorted(glob(sources, recursive=True)),
@@ -268,37 +254,37 @@ def extension(name, sources, root, cuda, libraries=(), library_dirs=(), link_arg
     )
 
 
-def binding_extension(binding):
-    libraries, kernels = ["c10", "torch", "torch_cpu", "torch_python"], ["libfastact_cpu"]
-    if binding.cuda:
-        libraries += ["c10_cuda", "torch_cuda"]
-        kernels += ["libfastact_cuda"]
+def kernels(name):
+    if name == "libfastact_cpu":
+        return extension(name, "csrc/*/cpu/*.cpp", installed)
+    # With the runtime inside: the binding also serves builds of torch that bring none.
+    runtime = ["cudart_static", "dl", "pthread", "rt"]
+    hidden = ["-Wl,--exclude-libs,libcudart_static.a"]
+    return extension(name, "csrc/**/*.cu", installed, runtime, [toolkit / "lib64", toolkit / "lib"], hidden)
+
+
+def binding(version, root):
     return extension(
-        f"{binding.folder}._C",
+        f"{folder_of(version)}._C",
         "csrc/binding/**/*.cpp",
-        binding.root,
-        binding.cuda,
-        libraries,
-        [binding.root / "lib"],
-        ["-Wl,-rpath,$ORIGIN/..", *(f"-l:{name}.so" for name in kernels), *(["-fopenmp"] if is_clang() else [])],
+        root,
+        ["c10", "torch", "torch_cpu", "torch_python"],
+        [root / "lib"],
+        ["-Wl,-rpath,$ORIGIN/..", *(f"-l:{name}.so" for name in KERNELS), *(["-fopenmp"] if is_clang() else [])],
     )
 
 
 def requirement():
     if "sdist" in sys.argv:
         return TORCH
-    minors = sorted({binding.minor for binding in bindings})
+    minors = sorted(set(map(minor, torches)))
     (major, first), (last_major, last) = minors[0], minors[-1]
     return f"torch=={major}.{first}.*" if len(minors) == 1 else f"torch>={major}.{first},<{last_major}.{last + 1}"
 
 
-kernels = [name for name in KERNELS if name == "libfastact_cpu" or not reason]
 setup(
     version=VERSION,
     install_requires=[requirement(), "tabulate"],  # which prints memory_report's table
-    ext_modules=[
-        *(extension(name, KERNELS[name], installed.root, name == "libfastact_cuda") for name in kernels),
-        *map(binding_extension, bindings),
-    ],
+    ext_modules=[*map(kernels, KERNELS), *starmap(binding, torches.items())],
     cmdclass={"build_ext": BuildWithRecord},
 )

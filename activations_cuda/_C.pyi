@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 compiler: str
-cuda_toolkit: str | None
 
 class Member:
     pytorch_saves: str  # for backward: "input", "output" or "output in place"

@@ -2,5 +2,6 @@
 
 version: str
 commit: str | None
-bindings: dict[str, tuple[str, str | None]]  # folder: torch version, CUDA version or None
+torches: dict[str, str]  # by the folder of the binding
+cuda: str | None  # the version of the toolkit
 archs: list[str]

@@ -22,10 +22,6 @@ version = _build.version
 FIX = "pip install --no-build-isolation --force-reinstall --no-deps . in its source tree"
 
 
-def _describe(torch_version: str, cuda: str | None) -> str:
-    return f"torch {torch_version} ({f'CUDA {cuda}' if cuda else 'CPU'})"
-
-
 def _interface(torch_version: str) -> str:
     """What a module is built for: all patch releases of a minor version, or one development build alone."""
     release = re.fullmatch(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+.*)?", torch_version)
@@ -33,29 +29,28 @@ def _interface(torch_version: str) -> str:
 
 
 def find_binding(running_torch: str, running_cuda: str | None) -> str:
-    """The folder of the module for this torch minor version and CUDA major version.
+    """The folder of the module for this torch minor version.
 
-    A build without any binding for CUDA also serves CUDA builds of torch.
+    It serves all builds of that torch, for the CPU and for CUDA; but for those of another CUDA major version than the kernels',
+    whose driver may be too old for them.
 
     Raises:
         ImportError: There is none.
     """
-    built_with_cuda = any(cuda for _, cuda in _build.bindings.values())
-    for folder, (built_torch, built_cuda) in _build.bindings.items():
-        same_torch = _interface(built_torch) == _interface(running_torch)
-        same_cuda = (built_cuda or "").split(".")[0] == (running_cuda or "").split(".")[0]
-        if same_torch and (same_cuda or not built_with_cuda):
+    same_cuda = not (_build.cuda and running_cuda) or _build.cuda.split(".")[0] == running_cuda.split(".")[0]
+    for folder, built_torch in _build.torches.items():
+        if same_cuda and _interface(built_torch) == _interface(running_torch):
             return folder
-    built = ", ".join(_describe(*binding) for binding in _build.bindings.values())
+    running = f"torch {running_torch}" + (f" with CUDA {running_cuda}" if running_cuda else "")
     raise ImportError(
-        f"activations_cuda {version} was built for {built}, but {_describe(running_torch, running_cuda)} is installed. Build "
-        f"it for this torch: {FIX}"
+        f"activations_cuda {version} was built for torch {', '.join(_build.torches.values())}"
+        f"{f' and CUDA {_build.cuda}' if _build.cuda else ''}, but {running} is installed. Build it for this torch: {FIX}"
     )
 
 
-def check_gpus(built_cuda: str | None) -> None:
+def check_gpus() -> None:
     """Warn where a build without CUDA meets a GPU, which setup.py can't say aloud: pip hides what it prints."""
-    if built_cuda is None and torch.version.cuda is not None and torch.cuda.device_count() > 0:
+    if _build.cuda is None and torch.version.cuda is not None and torch.cuda.device_count() > 0:
         warnings.warn(
             f"activations_cuda {version} was built without CUDA: on this machine's GPU it computes with PyTorch's ops, and "
             f"saves a byte per element. Build it with CUDA, which needs its toolkit: FORCE_CUDA=1 {FIX}",
@@ -64,8 +59,7 @@ def check_gpus(built_cuda: str | None) -> None:
 
 
 _folder = find_binding(torch.__version__, torch.version.cuda)
-built_torch, built_cuda = _build.bindings[_folder]
-check_gpus(built_cuda)
+check_gpus()
 
 # Each is activations_cuda._C, in a folder of its own; first, or what an older build left in the package would be found.
 activations_cuda.__path__.insert(0, str(Path(__file__).with_name(_folder)))
@@ -73,8 +67,8 @@ from activations_cuda import _C  # noqa: E402
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU and the binding has kernels for one."""
-    return built_cuda is not None and torch.cuda.is_available()
+    """Whether there is a GPU, and kernels for one."""
+    return _build.cuda is not None and torch.cuda.is_available()
 
 
 def build_info() -> dict[str, Any]:
@@ -82,16 +76,15 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         dict: ``version`` of this package and the git ``commit`` it was built from (None outside of a checkout); ``torch``, the
-        version that the loaded binding was compiled against; ``cuda`` version of that torch and ``cuda_toolkit`` that compiled
-        the kernels (both None in a CPU build); ``archs``, the GPU architectures it holds code for, as in TORCH_CUDA_ARCH_LIST;
-        ``compiler`` of the host code.
+        version that the loaded binding was compiled against; ``cuda``, the version of the toolkit that compiled the kernels
+        (None in a CPU build); ``archs``, the GPU architectures it holds code for, as in TORCH_CUDA_ARCH_LIST; ``compiler`` of
+        the host code.
     """
     return {
         "version": version,
         "commit": _build.commit,
-        "torch": built_torch,
-        "cuda": built_cuda,
-        "cuda_toolkit": _C.cuda_toolkit,
-        "archs": list(_build.archs) if built_cuda else [],
+        "torch": _build.torches[_folder],
+        "cuda": _build.cuda,
+        "archs": list(_build.archs),
         "compiler": _C.compiler,
     }

@@ -210,8 +210,8 @@ ON = {
         Mutant("32-bit indices", ACCESS, "return (piece *", "return static_cast<int>(piece *"),
         Mutant("a slope of 0 multiplies", CUDA, "slope == 0 ? scalar_t(0) : scaled", "scaled"),
         Mutant("outside keeps nothing, whatever the slope", CUDA, "inside == 1 && outside == 0", "inside == 1"),
-        Mutant("kernels on the default stream", DEVICES, "kernel(c10::cuda::getCurrentCUDAStream())", "kernel(nullptr)"),
-        Mutant("no guard for the device", DEVICES, "const c10::cuda::CUDAGuard guard(on.device());", ""),
+        Mutant("kernels on the default stream", DEVICES, "kernel(handle(current_stream(on.device())))", "kernel(nullptr)"),
+        Mutant("no guard for the device", DEVICES, "const c10::DeviceGuard guard(on.device());", ""),
         Mutant("a mask on any device", ARGUMENTS, "mask.device() == grad.device()", "true"),
     ],
 }
@@ -270,7 +270,7 @@ RECOMPUTE = [
         "memory.normal_(mean=1.0, ",
         "memory.normal_(mean=0.0, ",
     ),
-    Mutant("running statistics that were written to", CALLS, 'norm->variable(NAME("training")).ptr() == Py_False', "false"),
+    Mutant("running statistics that were written to", CALLS, 'norm->variable(NAME("training")).ptr() != Py_False', "true"),
     Mutant("a weak tensor that was written to", WEAK_TENSOR, " || counter_.current_version() != version_", ""),
     Mutant("what a pass was given, forgotten", COMPUTING, "if (given_)", "if (false)"),
     Mutant(
@@ -302,7 +302,7 @@ RECOMPUTE = [
     ),
     Mutant("a leaf whose source was written to", OPERANDS, "is_of_leaf && is_alias(leaf_of(*node))", "false"),
     Mutant("a leaf is held as another tensor", VALUE, "is_itself ? tensor", "false ? tensor"),
-    Mutant("what vmap wraps as what the op was given", CALLS, "if (!norm || is_transformed(*norm))", "if (!norm)"),
+    Mutant("what vmap wraps as what the op was given", CALLS, " || is_transformed(*norm)", ""),
     Mutant("each reader searches anew", OPERANDS, "if (dead_ends().contains(node, number))", "if (false)"),
     Mutant("what does not follow yet never will", VALUE, "if (outputs_.count(output) > 0)", "if (false)"),
     Mutant("too deep for one is too deep for all", DERIVATION, "if (may_succeed_later)", "if (false)"),

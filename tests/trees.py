@@ -19,7 +19,7 @@ def run(*command, cwd=ROOT, **environment):
 
 def copy(tree):
     """The sources alone, without what was built in place."""
-    ignored = shutil.ignore_patterns(".*", "build", "dist", "torch_*_c*", "*.so", "*.egg-info", "_build.py", "__pycache__")
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "torch_*_*", "*.so", "*.egg-info", "_build.py", "__pycache__")
     shutil.copytree(ROOT, tree, ignore=ignored)
 
 

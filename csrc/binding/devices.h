@@ -3,72 +3,94 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <string>
 
 #include "../bits/activations.h"
-
-#if defined(FASTACT_CUDA)
-// Not ATen/cuda/CUDAContext.h: it needs the headers of cuSPARSE and cuBLAS, which a lean toolkit lacks.
-#include <ATen/cuda/EmptyTensor.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "../runtime.h"
 
 namespace fastact {
+
+#if defined(FASTACT_CUDA)
+constexpr bool kHasCuda = true;
+#else
+constexpr bool kHasCuda = false;
+#endif
+
+inline c10::Stream current_stream(at::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
 
 struct Cpu {
   static constexpr Device device = Device::cpu;
 };
 
-#if defined(FASTACT_CUDA)
 struct Cuda {
   static constexpr Device device = Device::cuda;
 
   // Calls kernel(stream), which launches one on the current stream of the tensor's device.
   template <class Kernel>
   static void launch(const at::Tensor& on, const Kernel& kernel) {
-    const c10::cuda::CUDAGuard guard(on.device());
-    check_launch(kernel(c10::cuda::getCurrentCUDAStream()));
+    const c10::DeviceGuard guard(on.device());
+    check(kernel(handle(current_stream(on.device()))));
+  }
+
+  static bool is_capturing(at::Device device) {
+    bool result = false;
+    check(cuda::is_capturing(handle(current_stream(device)), &result));
+    return result;
   }
 
  private:
-  static void check_launch(cudaError_t error) {
-    if (error == cudaErrorNoKernelImageForDevice) {
-      int device, major, minor;
-      C10_CUDA_CHECK(cudaGetDevice(&device));
-      C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-      C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  static cuda::Stream handle(const c10::Stream& stream) { return static_cast<cuda::Stream>(stream.native_handle()); }
+
+  static void check(cuda::Error error) {
+    if (error == cuda::kNoKernelImage) {
+      int major = 0, minor = 0;
+      check(cuda::compute_capability(&major, &minor));
       TORCH_CHECK(
           false, "activations_cuda: expected code for this GPU, of compute capability ", major, ".", minor,
           ", got a build for those in activations_cuda.build_info() alone; build it again with TORCH_CUDA_ARCH_LIST=", major,
           ".", minor);
     }
-    C10_CUDA_CHECK(error);
+    if (error != cuda::kSuccess) {
+      throw c10::AcceleratorError(
+          {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error,
+          std::string("activations_cuda: CUDA error: ") + cuda::describe(error) +
+              "\nAn earlier kernel may have raised it: CUDA_LAUNCH_BLOCKING=1 shows which.");
+    }
   }
 };
-#endif
 
 // Memory comes from the allocators themselves: at 64 elements a call of at::empty_like through the dispatcher is a tenth of the
 // whole op.
 
-inline at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
-#if defined(FASTACT_CUDA)
-  if (like.is_cuda()) {
-    return at::Tensor(at::detail::empty_cuda({bytes}, at::kByte, like.device(), std::nullopt));
+// Calls make(allocator, keys) on the tensor's device.
+template <class Make>
+at::Tensor allocated(const at::Tensor& like, const Make& make) {
+  if (like.is_cpu()) {
+    return at::Tensor(make(c10::GetCPUAllocator(), c10::DispatchKeySet(c10::DispatchKey::CPU)));
   }
-#endif
-  return at::Tensor(at::detail::empty_cpu({bytes}, at::kByte));
+  const c10::DeviceGuard guard(like.device());
+  return at::Tensor(make(at::detail::getCUDAHooks().getCUDADeviceAllocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA)));
+}
+
+inline at::Tensor empty_bytes(const at::Tensor& like, int64_t bytes) {
+  return allocated(like, [&](c10::Allocator* allocator, c10::DispatchKeySet keys) {
+    return at::detail::empty_generic({bytes}, allocator, keys, at::kByte, std::nullopt);
+  });
 }
 
 inline at::Tensor empty_strided(const at::Tensor& like, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides) {
-#if defined(FASTACT_CUDA)
-  if (like.is_cuda()) {
-    return at::Tensor(at::detail::empty_strided_cuda(sizes, strides, dtype, like.device()));
-  }
-#endif
-  return at::Tensor(at::detail::empty_strided_cpu(sizes, strides, dtype));
+  return allocated(like, [&](c10::Allocator* allocator, c10::DispatchKeySet keys) {
+    return at::detail::empty_strided_generic(sizes, strides, allocator, keys, dtype);
+  });
 }
 
 inline at::Tensor empty_strided(const at::Tensor& like, at::IntArrayRef strides) {
@@ -80,29 +102,19 @@ inline at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
   if (format == at::MemoryFormat::Preserve) {
     return like.is_non_overlapping_and_dense() ? empty_strided(like, like.strides()) : at::empty_like(like);
   }
-#if defined(FASTACT_CUDA)
-  if (like.is_cuda()) {
-    return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), like.device(), format));
-  }
-#endif
-  return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type(), /*pin_memory=*/false, format));
+  return allocated(like, [&](c10::Allocator* allocator, c10::DispatchKeySet keys) {
+    return at::detail::empty_generic(like.sizes(), allocator, keys, like.scalar_type(), format);
+  });
 }
 
-inline bool is_capturing([[maybe_unused]] at::Device device) {
-#if defined(FASTACT_CUDA)
-  if (device.is_cuda()) {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  }
-#endif
-  return false;
+inline bool is_capturing(at::Device device) {
+  return kHasCuda && device.is_cuda() && Cuda::is_capturing(device);
 }
 
-inline void synchronize([[maybe_unused]] at::Device device) {
-#if defined(FASTACT_CUDA)
+inline void synchronize(at::Device device) {
   if (device.is_cuda()) {
-    c10::cuda::getCurrentCUDAStream(device.index()).synchronize();
+    current_stream(device).synchronize();
   }
-#endif
 }
 
 }  // namespace fastact

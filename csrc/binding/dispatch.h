@@ -14,12 +14,6 @@ namespace fastact {
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-#if defined(FASTACT_CUDA)
-constexpr bool kHasCuda = true;
-#else
-constexpr bool kHasCuda = false;
-#endif
-
 // Whether this build has kernels for a device: one for the CPU may run under a torch that has GPUs.
 inline bool has_kernels(c10::Device device) {
   return device.is_cpu() || (kHasCuda && device.is_cuda());
@@ -45,16 +39,16 @@ template <class Kernel, class Redispatch>
 auto below_autograd(DispatchKeySet keys, const Kernel& kernel, const Redispatch& redispatch) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const auto below = keys & c10::after_ADInplaceOrView_keyset;
-  switch (below.highestPriorityTypeId()) {
-    case DispatchKey::CPU:
-      return kernel(Cpu());
-#if defined(FASTACT_CUDA)
-    case DispatchKey::CUDA:
-      return kernel(Cuda());
-#endif
-    default:
-      return redispatch(below);
+  const DispatchKey backend = below.highestPriorityTypeId();
+  if (backend == DispatchKey::CPU) {
+    return kernel(Cpu());
   }
+  if constexpr (kHasCuda) {
+    if (backend == DispatchKey::CUDA) {
+      return kernel(Cuda());
+    }
+  }
+  return redispatch(below);
 }
 
 }  // namespace fastact

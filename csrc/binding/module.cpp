@@ -22,10 +22,6 @@
 #include "recipes/module.h"
 #include "recipes/smooth.h"
 
-#if defined(FASTACT_CUDA)
-#include <cuda.h>
-#endif
-
 namespace py = pybind11;
 
 // libstdc++'s shared_ptr reads this variable of glibc 2.32; defined here, so that an older one will do. 0: there may be
@@ -187,10 +183,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("compiler") = "clang " __clang_version__;
 #else
   module.attr("compiler") = "gcc " __VERSION__;
-#endif
-#if defined(FASTACT_CUDA)
-  module.attr("cuda_toolkit") = std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);
-#else
-  module.attr("cuda_toolkit") = py::none();
 #endif
 }

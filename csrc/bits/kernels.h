@@ -9,10 +9,7 @@
 #include <cstdint>
 
 #include "../layout.h"
-
-#if defined(FASTACT_CUDA)
-#include <cuda_runtime_api.h>
-#endif
+#include "../runtime.h"
 
 namespace fastact {
 
@@ -47,23 +44,21 @@ void backward(
 
 }  // namespace cpu
 
-#if defined(FASTACT_CUDA)
 namespace cuda {
 
 // As the CPU's for all `n` elements, at least 1, queued on `stream` of the current device.
-cudaError_t forward(
+Error forward(
     Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y, uint8_t* mask, int64_t n,
-    cudaStream_t stream);
+    Stream stream);
 
-cudaError_t backward(
+Error backward(
     Dtype dtype, const void* grad, Rows rows, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
-    cudaStream_t stream);
-cudaError_t backward(
+    Stream stream);
+Error backward(
     Dtype dtype, const void* grad, const Walk& walk, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
-    cudaStream_t stream);
+    Stream stream);
 
 }  // namespace cuda
-#endif
 
 #pragma GCC visibility pop
 

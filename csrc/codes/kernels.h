@@ -10,10 +10,7 @@
 #include <cstdint>
 
 #include "../layout.h"
-
-#if defined(FASTACT_CUDA)
-#include <cuda_runtime_api.h>
-#endif
+#include "../runtime.h"
 
 namespace fastact {
 
@@ -43,33 +40,30 @@ void decode(
 
 }  // namespace cpu
 
-#if defined(FASTACT_CUDA)
 namespace cuda {
 
 // y = outputs[x]. `y` may have any alignment, and may be `x`.
-cudaError_t look_up(const uint16_t* outputs, const uint16_t* x, Rows rows, uint16_t* y, int64_t n, cudaStream_t stream);
+Error look_up(const uint16_t* outputs, const uint16_t* x, Rows rows, uint16_t* y, int64_t n, Stream stream);
 
 // The same with a code. An entry holds an output in its lower half and the input's number in its upper: with one group a thread
 // these take 321 us for 2^28 elements in bfloat16 on an H200, the outputs alone 262 us, both tables 348 us.
-cudaError_t encode(
-    const uint32_t* entries, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int bits, int64_t n,
-    cudaStream_t stream);
+Error encode(
+    const uint32_t* entries, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int bits, int64_t n, Stream stream);
 
-cudaError_t decode(
-    ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, cudaStream_t stream);
+Error decode(
+    ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, Stream stream);
 
 // grad times the input's factors, in float16 or bfloat16. An input has one factor, or two that lie next to each other and are
 // multiplied one after the other; -0 stands for PyTorch's selecting +0, whatever the gradient. grad and y may have
 // any alignment; with a walk, of which y and code are the mask, grad lies as that says.
-cudaError_t scale(
+Error scale(
     Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const uint16_t* y, const uint8_t* code, int bits,
-    void* to, int64_t n, cudaStream_t stream);
-cudaError_t scale(
+    void* to, int64_t n, Stream stream);
+Error scale(
     Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const Walk& walk, const uint16_t* y,
-    const uint8_t* code, int bits, void* to, int64_t n, cudaStream_t stream);
+    const uint8_t* code, int bits, void* to, int64_t n, Stream stream);
 
 }  // namespace cuda
-#endif
 
 #pragma GCC visibility pop
 

@@ -3,9 +3,7 @@
 
 #include <cstdint>
 
-#if defined(FASTACT_CUDA)
-#include <cuda_runtime_api.h>
-#endif
+#include "../runtime.h"
 
 namespace fastact {
 
@@ -19,15 +17,13 @@ void unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, int64_t begin, 
 
 }  // namespace cpu
 
-#if defined(FASTACT_CUDA)
 namespace cuda {
 
 // All, queued on `stream` of the current device. Bools are aligned to 8 bytes.
-cudaError_t pack_mask(const uint8_t* bools, uint8_t* bits, int64_t n, cudaStream_t stream);
-cudaError_t unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, cudaStream_t stream);
+Error pack_mask(const uint8_t* bools, uint8_t* bits, int64_t n, Stream stream);
+Error unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, Stream stream);
 
 }  // namespace cuda
-#endif
 
 #pragma GCC visibility pop
 

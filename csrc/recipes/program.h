@@ -10,11 +10,8 @@
 
 #include <cstdint>
 
-#if defined(FASTACT_CUDA)
-#include <cuda_runtime_api.h>
-#endif
-
 #include "../host_device.h"
+#include "../runtime.h"
 
 namespace fastact {
 
@@ -117,14 +114,12 @@ void run(const Program& program, int64_t begin, int64_t end);
 
 }  // namespace cpu
 
-#if defined(FASTACT_CUDA)
 namespace cuda {
 
 // Computes all, queued on `stream` of the current device.
-cudaError_t run(const Program& program, cudaStream_t stream);
+Error run(const Program& program, Stream stream);
 
 }  // namespace cuda
-#endif
 
 #pragma GCC visibility pop
 

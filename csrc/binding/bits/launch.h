@@ -42,12 +42,11 @@ void run_backward(
   parallel(n, [&](int64_t begin, int64_t end) { cpu::backward(dtype, grad, where, mask, y, inside, outside, begin, end); });
 }
 
-#if defined(FASTACT_CUDA)
 inline void run_forward(
     Cuda, const at::Tensor& output, Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y,
     uint8_t* mask, int64_t n) {
   Cuda::launch(
-      output, [=](cudaStream_t stream) { return cuda::forward(formula, dtype, activation, x, rows, y, mask, n, stream); });
+      output, [=](cuda::Stream stream) { return cuda::forward(formula, dtype, activation, x, rows, y, mask, n, stream); });
 }
 
 template <class Where>
@@ -55,9 +54,8 @@ void run_backward(
     Cuda, const at::Tensor& output, Dtype dtype, const void* grad, const Where& where, const uint8_t* mask, void* y,
     double inside, double outside, int64_t n) {
   Cuda::launch(
-      output, [&](cudaStream_t stream) { return cuda::backward(dtype, grad, where, mask, y, inside, outside, n, stream); });
+      output, [&](cuda::Stream stream) { return cuda::backward(dtype, grad, where, mask, y, inside, outside, n, stream); });
 }
-#endif
 
 template <class Op, class Backend, class... Parameters>
 void run(const at::Tensor& self, const at::Tensor& output, uint8_t* mask, Parameters... parameters) {

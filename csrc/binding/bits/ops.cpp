@@ -318,11 +318,11 @@ void define(torch::Library& library) {
   implement(with_mask, DispatchKey::CPU, &Impl::template packed_with_mask<Cpu>);
   implement(with_mask, DispatchKey::Meta, &Impl::meta_with_mask);
   implement(with_mask, DispatchKey::Autograd, &Impl::autograd_with_mask);
-#if defined(FASTACT_CUDA)
-  implement(name, DispatchKey::CUDA, &Impl::template packed<Cuda>);
-  implement(inplace, DispatchKey::CUDA, &Impl::template packed_inplace<Cuda>);
-  implement(with_mask, DispatchKey::CUDA, &Impl::template packed_with_mask<Cuda>);
-#endif
+  if constexpr (kHasCuda) {
+    implement(name, DispatchKey::CUDA, &Impl::template packed<Cuda>);
+    implement(inplace, DispatchKey::CUDA, &Impl::template packed_inplace<Cuda>);
+    implement(with_mask, DispatchKey::CUDA, &Impl::template packed_with_mask<Cuda>);
+  }
 }
 
 }  // namespace
@@ -335,9 +335,9 @@ TORCH_LIBRARY(fastact, library) {
       "SymInt[]? strides=None) -> Tensor");
   const auto implement = [&](DispatchKey key, auto* kernel) { library.impl("masked_scale", torch::dispatch(key, kernel)); };
   implement(DispatchKey::CPU, &masked_scale<Cpu>);
-#if defined(FASTACT_CUDA)
-  implement(DispatchKey::CUDA, &masked_scale<Cuda>);
-#endif
+  if constexpr (kHasCuda) {
+    implement(DispatchKey::CUDA, &masked_scale<Cuda>);
+  }
   implement(DispatchKey::Meta, &masked_scale_meta);
   implement(DispatchKey::Autograd, &masked_scale_autograd);
   implement(DispatchKey::FuncTorchBatched, &masked_scale_composite);

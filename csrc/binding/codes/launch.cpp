@@ -45,12 +45,11 @@ void encode_into(const Tables& tables, const Tensor& self, const Tensor& output,
   if (output.numel() == 0) {
     return;
   }
-#if defined(FASTACT_CUDA)
-  if (self.is_cuda()) {
+  if (kHasCuda && self.is_cuda()) {
     const Source source = source_of(self, output);
     const uint16_t* x = patterns(source.tensor);
     uint16_t* y = mutable_patterns(output);
-    Cuda::launch(output, [&](cudaStream_t stream) {
+    Cuda::launch(output, [&](cuda::Stream stream) {
       return code.defined() ? cuda::encode(
                                   static_cast<const uint32_t*>(tables.entries.const_data_ptr()), x, source.rows, y,
                                   code.mutable_data_ptr<uint8_t>(), tables.bits, output.numel(), stream)
@@ -58,7 +57,6 @@ void encode_into(const Tables& tables, const Tensor& self, const Tensor& output,
     });
     return;
   }
-#endif
   const Tensor dense = agree(self.sizes(), self.strides(), output.strides()) ? self : at::empty_like(output).copy_(self);
   const uint16_t *numbers = patterns(tables.entries), *x = patterns(dense);
   auto* bytes = code.mutable_data_ptr<uint8_t>();
@@ -127,13 +125,11 @@ Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_co
   const uint16_t* y = patterns(output);
   const auto* bytes = code.const_data_ptr<uint8_t>();
   uint16_t* x = mutable_patterns(input);
-#if defined(FASTACT_CUDA)
-  if (output.is_cuda()) {
+  if (kHasCuda && output.is_cuda()) {
     Cuda::launch(
-        output, [&](cudaStream_t stream) { return cuda::decode(inputs, y, bytes, tables.bits, x, output.numel(), stream); });
+        output, [&](cuda::Stream stream) { return cuda::decode(inputs, y, bytes, tables.bits, x, output.numel(), stream); });
     return input;
   }
-#endif
   parallel(
       output, [&](int64_t begin, int64_t end) { cpu::decode(inputs, y, bytes, tables.bits, x, output.numel(), begin, end); });
   return input;
@@ -141,7 +137,6 @@ Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_co
 
 namespace {
 
-#if defined(FASTACT_CUDA)
 template <class scalar_t>
 void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& code, const Tensor& result) {
   const auto slopes = by_number<float>(tables, tables.slopes, tables.direct);
@@ -150,7 +145,7 @@ void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const
   auto* to = result.mutable_data_ptr<scalar_t>();
   const bool in_order =
       agree(output.sizes(), grad.strides(), output.strides()) && agree(output.sizes(), result.strides(), output.strides());
-  Cuda::launch(output, [&](cudaStream_t stream) {
+  Cuda::launch(output, [&](cuda::Stream stream) {
     return in_order ? cuda::scale(
                           dtype_of<scalar_t>, slopes, tables.factors, from, patterns(output), bytes, tables.bits, to,
                           output.numel(), stream)
@@ -159,7 +154,6 @@ void scale(const Tables& tables, const Tensor& grad, const Tensor& output, const
                           patterns(output), bytes, tables.bits, to, output.numel(), stream);
   });
 }
-#endif
 
 }  // namespace
 
@@ -167,8 +161,7 @@ Tensor backward(
     const Smooth& activation, const Tables& tables, const Tensor& grad, const Tensor& output, const Tensor& saved_code,
     at::IntArrayRef input_strides) {
   const Tensor code = aligned(saved_code);
-#if defined(FASTACT_CUDA)
-  if (output.is_cuda()) {
+  if (kHasCuda && output.is_cuda()) {
     const bool alike = grad.strides() == input_strides;
     const Tensor result = alike ? empty(grad, elementwise_format(grad))
                                 : empty_strided(grad, elementwise_strides(grad.sizes(), grad.strides(), input_strides));
@@ -178,7 +171,6 @@ Tensor backward(
     }
     return result;
   }
-#endif
   return activation.backward(grad, decode(tables, output, code, input_strides));
 }
 

@@ -285,9 +285,9 @@ TORCH_LIBRARY_FRAGMENT(fastact, library) {
       "code_backward(Tensor grad, Tensor output, Tensor code, str activation, *, SymInt[]? input_strides=None) -> Tensor");
   const auto implement = [&](DispatchKey key, auto* kernel) { library.impl("code_backward", torch::dispatch(key, kernel)); };
   implement(DispatchKey::CPU, &code_backward);
-#if defined(FASTACT_CUDA)
-  implement(DispatchKey::CUDA, &code_backward);
-#endif
+  if (kHasCuda) {
+    implement(DispatchKey::CUDA, &code_backward);
+  }
   implement(DispatchKey::Meta, &code_backward_meta);
   implement(DispatchKey::FuncTorchBatched, &code_backward_composite);
   implement(DispatchKey::Batched, &code_backward_composite);

@@ -94,20 +94,23 @@ void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
     return;
   }
   const std::optional<RunningNorm> norm = running_norm(is_wrapped);
-  if (!norm || is_transformed(*norm)) {
+  if (!norm) {
     return;
   }
   const NormFunctions& norms = callbacks().norm_functions;
   const bool is_instance_norm = norm->code.is(norms.instance_norm);
-  if (norm->code.is(norms.batch_norm) &&
-      (is_tensor(norm->variable(NAME("running_mean")), tensor) || is_tensor(norm->variable(NAME("running_var")), tensor))) {
-    if (norm->variable(NAME("training")).ptr() == Py_False) {
-      const py::object input = norm->variable(NAME("input"));
-      // Otherwise copies of both and 1/std would take more than the output.
-      if (THPVariable_Check(input.ptr()) && THPVariable_Unpack(input.ptr()).nbytes() > 4 * tensor.nbytes()) {
-        const at::NoGradGuard no_grad;
-        value.copy = keep(tensor.clone());
-      }
+  const bool is_running_statistic =
+      norm->code.is(norms.batch_norm) &&
+      (is_tensor(norm->variable(NAME("running_mean")), tensor) || is_tensor(norm->variable(NAME("running_var")), tensor));
+  if ((is_running_statistic && norm->variable(NAME("training")).ptr() != Py_False) || is_transformed(*norm)) {
+    return;
+  }
+  if (is_running_statistic) {
+    const py::object input = norm->variable(NAME("input"));
+    // Otherwise copies of both and 1/std would take more than the output.
+    if (THPVariable_Check(input.ptr()) && THPVariable_Unpack(input.ptr()).nbytes() > 4 * tensor.nbytes()) {
+      const at::NoGradGuard no_grad;
+      value.copy = keep(tensor.clone());
     }
     return;
   }

@@ -3,7 +3,6 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
@@ -217,7 +216,7 @@ at::Tensor Value::find_or_compute(bool* is_temporary) {
     return Computed::of(*this);
   }
   // Somebody's backward may have written to it.
-  if (remembered_.defined() && remembered_stream_ == current_stream(remembered_) &&
+  if (remembered_.defined() && remembered_stream_ == stream_number(remembered_) &&
       remembered_version_ == version_of(remembered_)) {
     return remembered_;
   }
@@ -237,7 +236,7 @@ at::Tensor Value::remember(int task, at::Tensor tensor) {
   pass_ = running;
   pass_->values.insert(this);
   remembered_ = tensor;
-  remembered_stream_ = current_stream(tensor);
+  remembered_stream_ = stream_number(tensor);
   remembered_version_ = version_of(tensor);
   return tensor;
 }
@@ -257,8 +256,8 @@ at::Tensor Value::compute_in_version(bool* is_temporary) {
 at::Tensor Value::compute(bool* is_temporary) {
   if (held.defined()) {
     check_unwritten();
-    if (held.is_cuda() && current_stream(held) != stream) {
-      held.record_stream(c10::impl::VirtualGuardImpl(held.device().type()).getStream(held.device()));
+    if (held.is_cuda() && stream_number(held) != stream) {
+      held.record_stream(current_stream(held.device()));
     }
     return held;
   }

@@ -383,12 +383,10 @@ std::optional<at::DimVector> strides_along(
 }
 
 void launch(const Program& program, const at::Tensor& output) {
-#if defined(FASTACT_CUDA)
-  if (output.is_cuda()) {
-    Cuda::launch(output, [&](cudaStream_t stream) { return cuda::run(program, stream); });
+  if (kHasCuda && output.is_cuda()) {
+    Cuda::launch(output, [&](cuda::Stream stream) { return cuda::run(program, stream); });
     return;
   }
-#endif
   at::parallel_for(
       0, output.numel(), at::internal::GRAIN_SIZE, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
 }

@@ -56,12 +56,10 @@ at::Tensor pack_mask(const at::Tensor& mask) {
   at::Tensor bits = empty_bytes(mask, (n + 7) / 8);
   const auto* from = reinterpret_cast<const uint8_t*>(mask.const_data_ptr<bool>());
   auto* to = bits.mutable_data_ptr<uint8_t>();
-#if defined(FASTACT_CUDA)
-  if (mask.is_cuda()) {
-    Cuda::launch(mask, [&](cudaStream_t stream) { return cuda::pack_mask(from, to, n, stream); });
+  if (kHasCuda && mask.is_cuda()) {
+    Cuda::launch(mask, [&](cuda::Stream stream) { return cuda::pack_mask(from, to, n, stream); });
     return bits;
   }
-#endif
   parallel(n, [&](int64_t begin, int64_t end) { cpu::pack_mask(from, to, n, begin, end); });
   return bits;
 }
@@ -74,12 +72,10 @@ at::Tensor unpack_mask(const at::Tensor& bits, at::IntArrayRef sizes, at::IntArr
   const int64_t n = mask.numel();
   const auto* from = bits.const_data_ptr<uint8_t>();
   auto* to = reinterpret_cast<uint8_t*>(mask.mutable_data_ptr<bool>());
-#if defined(FASTACT_CUDA)
-  if (bits.is_cuda()) {
-    Cuda::launch(bits, [&](cudaStream_t stream) { return cuda::unpack_mask(from, to, n, stream); });
+  if (kHasCuda && bits.is_cuda()) {
+    Cuda::launch(bits, [&](cuda::Stream stream) { return cuda::unpack_mask(from, to, n, stream); });
     return mask;
   }
-#endif
   parallel(n, [&](int64_t begin, int64_t end) { cpu::unpack_mask(from, to, n, begin, end); });
   return mask;
 }

@@ -177,7 +177,7 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   Value& value = value_of(object);
   value.version = version_of(tensor);
   value.source = source;
-  value.stream = current_stream(tensor);
+  value.stream = stream_number(tensor);
   if (hooks.is_none()) {
     // A leaf is held itself, as autograd does: sharded training exchanges its data, and a backward that returns it as a
     // gradient must find that it has other owners, or `.grad` would take its memory. Anything else is held without its history,

@@ -1,17 +1,17 @@
 #include "weak_tensor.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstring>
 #include <utility>
 
+#include "../devices.h"
+
 namespace fastact::recipes {
 
-int64_t current_stream(const at::Tensor& tensor) {
-  return tensor.is_cuda() && !tensor.key_set().has(c10::DispatchKey::Python)
-             ? c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).id()
-             : 0;
+int64_t stream_number(const at::Tensor& tensor) {
+  const bool has_streams = tensor.is_cuda() && !tensor.key_set().has(c10::DispatchKey::Python);
+  return has_streams ? current_stream(tensor.device()).id() : 0;
 }
 
 bool is_same_memory(const at::Tensor& tensor, const at::Tensor& other) {
@@ -31,7 +31,7 @@ WeakTensor::WeakTensor(const at::Tensor& tensor)
           tensor.key_set().has(c10::DispatchKey::Python) ? tensor.getIntrusivePtr() : at::Tensor().getIntrusivePtr()),
       counter_(torch::autograd::impl::version_counter(tensor)),
       version_(version_of(tensor)),
-      stream_(current_stream(tensor)),
+      stream_(stream_number(tensor)),
       offset_(tensor.storage_offset()),
       keys_(tensor.key_set()),
       dtype_(tensor.dtype()),
@@ -49,7 +49,7 @@ at::Tensor WeakTensor::tensor() const {
   at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(memory)), keys_, dtype_);
   result.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_, offset_);
   torch::autograd::impl::set_version_counter(result, counter_);
-  return current_stream(result) == stream_ ? result : at::Tensor();
+  return stream_number(result) == stream_ ? result : at::Tensor();
 }
 
 bool WeakTensor::is(const at::Tensor& other) const {

@@ -16,7 +16,7 @@ inline int64_t version_of(const at::Tensor& tensor) {
 }
 
 // The number of the current stream on a tensor's device.
-int64_t current_stream(const at::Tensor& tensor);
+int64_t stream_number(const at::Tensor& tensor);
 
 // Whether two tensors are the same elements of the same memory.
 bool is_same_memory(const at::Tensor& tensor, const at::Tensor& other);

@@ -136,9 +136,9 @@ __global__ void __launch_bounds__(kThreads<scalar_t>) backward_walk_kernel(
 
 }  // namespace
 
-cudaError_t forward(
+Error forward(
     Formula formula, Dtype dtype, const void* activation, const void* input, Rows rows, void* output, uint8_t* mask, int64_t n,
-    cudaStream_t stream) {
+    Stream stream) {
   with_type(dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     const auto* x = static_cast<const scalar_t*>(input);
@@ -163,9 +163,9 @@ cudaError_t forward(
   return cudaGetLastError();
 }
 
-cudaError_t backward(
+Error backward(
     Dtype dtype, const void* grad, Rows rows, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
-    cudaStream_t stream) {
+    Stream stream) {
   with_type(dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     using T = opmath_t<scalar_t>;
@@ -180,9 +180,9 @@ cudaError_t backward(
   return cudaGetLastError();
 }
 
-cudaError_t backward(
+Error backward(
     Dtype dtype, const void* grad, const Walk& walk, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
-    cudaStream_t stream) {
+    Stream stream) {
   with_type(dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     using T = opmath_t<scalar_t>;

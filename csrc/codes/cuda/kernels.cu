@@ -169,8 +169,7 @@ void with_groups(int64_t n, const Launch& launch) {
 }
 
 template <int bits, class Entry>
-cudaError_t encode(
-    const Entry* table, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int64_t n, cudaStream_t stream) {
+Error encode(const Entry* table, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int64_t n, Stream stream) {
   with_access(x, rows, y, [&](auto access) {
     const auto launch = [&](auto groups) {
       encode_kernel<bits, access.value, groups.value>
@@ -187,18 +186,17 @@ cudaError_t encode(
 
 }  // namespace
 
-cudaError_t look_up(const uint16_t* outputs, const uint16_t* x, Rows rows, uint16_t* y, int64_t n, cudaStream_t stream) {
+Error look_up(const uint16_t* outputs, const uint16_t* x, Rows rows, uint16_t* y, int64_t n, Stream stream) {
   return encode<5>(outputs, x, rows, y, nullptr, n, stream);
 }
 
-cudaError_t encode(
-    const uint32_t* entries, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int bits, int64_t n,
-    cudaStream_t stream) {
+Error encode(
+    const uint32_t* entries, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int bits, int64_t n, Stream stream) {
   return with_bits(bits, [&](auto bits_) { return encode<bits_.value>(entries, x, rows, y, code, n, stream); });
 }
 
-cudaError_t decode(
-    ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, cudaStream_t stream) {
+Error decode(
+    ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, Stream stream) {
   with_bits(bits, [&](auto bits_) {
     decode_kernel<bits_.value><<<blocks<uint16_t>(n), kThreads<uint16_t>, 0, stream>>>(inputs, y, code, x, n);
   });
@@ -229,9 +227,9 @@ void with_factors(ByNumber<float> slopes, int factors, const Launch& launch) {
 
 }  // namespace
 
-cudaError_t scale(
+Error scale(
     Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const uint16_t* y, const uint8_t* code, int bits,
-    void* to, int64_t n, cudaStream_t stream) {
+    void* to, int64_t n, Stream stream) {
   if (!is_aligned(grad) || !is_aligned(y)) {
     Walk walk;
     walk.dims = 1;
@@ -254,9 +252,9 @@ cudaError_t scale(
   return cudaGetLastError();
 }
 
-cudaError_t scale(
+Error scale(
     Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const Walk& walk, const uint16_t* y,
-    const uint8_t* code, int bits, void* to, int64_t n, cudaStream_t stream) {
+    const uint8_t* code, int bits, void* to, int64_t n, Stream stream) {
   with_half_type(dtype, [&](auto type) {
     using scalar_t = typename decltype(type)::type;
     with_factors(slopes, factors, [&](auto table) {

@@ -88,7 +88,7 @@ void split(Program* program) {
 }
 
 template <class T, int n, class Form>
-bool start(Launch& launch, cudaStream_t stream) {
+bool start(Launch& launch, Stream stream) {
   const Program& program = launch.program;
   const int64_t rows = program.numel() / program.size[0], vectors = program.size[0] / n;
   const auto divide = [&](int64_t count) {
@@ -119,7 +119,7 @@ bool start(Launch& launch, cudaStream_t stream) {
 }
 
 template <class T, int n, class... Forms>
-bool start_form(Launch& launch, cudaStream_t stream) {
+bool start_form(Launch& launch, Stream stream) {
   return ((has_form<n, Forms>(launch.program) && start<T, n, Forms>(launch, stream)) || ...);
 }
 
@@ -147,7 +147,7 @@ using Multiply = InstructionOf<Opcode::multiply, layout>;
 // A normalization, and what follows it: nothing, an activation or its gradient, a gate, a residual, or another normalization of
 // the same kind as one.
 template <class T, int n, class Norm>
-bool start_norm_of_columns(Launch& launch, cudaStream_t stream) {
+bool start_norm_of_columns(Launch& launch, Stream stream) {
   if constexpr (n == 8) {
     // Tables are read faster by more vectors at once.
     if (start_form<
@@ -171,7 +171,7 @@ bool start_norm_of_columns(Launch& launch, cudaStream_t stream) {
 }
 
 template <class T, int n, Spread spread, class Norm>
-bool start_norm_and_table(Launch& launch, cudaStream_t stream) {
+bool start_norm_and_table(Launch& launch, Stream stream) {
   if constexpr (n == 8) {
     return start_form<
         T, n, FormOfRows<4, more, spread, Load, Norm, LookUp>, FormOfRows<4, more, spread, Load, Norm, LookUp, Multiply<gate>>,
@@ -181,7 +181,7 @@ bool start_norm_and_table(Launch& launch, cudaStream_t stream) {
 }
 
 template <class T, int n, Spread spread, class Norm>
-bool start_norm_of_rows(Launch& launch, cudaStream_t stream) {
+bool start_norm_of_rows(Launch& launch, Stream stream) {
   return start_form<
       T, n, FormOfRows<2, more, spread, LoadAny, Norm>, FormOfRows<2, more, spread, Load, Norm, Clamp>,
       FormOfRows<2, more, spread, LoadAny, Norm, Silu>, FormOfRows<2, more, spread, LoadAny, Norm, SiluGradient>,
@@ -192,7 +192,7 @@ bool start_norm_of_rows(Launch& launch, cudaStream_t stream) {
 // A contiguous plane is a row for batch and group norm, whose length often isn't a multiple of a vector's: 14 x 14 isn't one of
 // eight, nor 7 x 7 of four.
 template <class T, int n>
-bool start_rows(Launch& launch, cudaStream_t stream) {
+bool start_rows(Launch& launch, Stream stream) {
   using BatchNorm = InstructionOf<Opcode::batch_norm, row, same_row, same_row, same_row>;
   using GroupNorm = InstructionOf<Opcode::group_norm, row, same_row, row, same_row>;
   return is_of_rows(launch.program, n) && (start_norm_and_table<T, n, Spread::row, BatchNorm>(launch, stream) ||
@@ -207,7 +207,7 @@ bool start_rows(Launch& launch, cudaStream_t stream) {
 }
 
 template <class T, int n>
-void start_common(Launch& launch, cudaStream_t stream) {
+void start_common(Launch& launch, Stream stream) {
   using LayerNorm = InstructionOf<Opcode::layer_norm, row, same_row, column, column>;
   using Bits = Multiply<Layout::bits>;
   // Channels-last.
@@ -237,7 +237,7 @@ void start_common(Launch& launch, cudaStream_t stream) {
 }
 
 template <class T>
-void start_of_type(Launch& launch, cudaStream_t stream) {
+void start_of_type(Launch& launch, Stream stream) {
   const bool is_wide = launch.program.element == Element::float32;
   const bool is_all_float32 = is_wide && std::is_same_v<T, c10::BFloat16>;  // it stands for no operand's type then
   if (is_all_float32 ? start_rows<c10::BFloat16, 4>(launch, stream) : !is_wide && start_rows<T, 8>(launch, stream)) {
@@ -258,7 +258,7 @@ void start_of_type(Launch& launch, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t run(const Program& program, cudaStream_t stream) {
+Error run(const Program& program, Stream stream) {
   Launch launch;
   launch.program = program;
   split(&launch.program);

@@ -47,12 +47,12 @@ __global__ void unpack_kernel(const uint8_t* bits, uint8_t* bools, int64_t n) {
 
 }  // namespace
 
-cudaError_t pack_mask(const uint8_t* bools, uint8_t* bits, int64_t n, cudaStream_t stream) {
+Error pack_mask(const uint8_t* bools, uint8_t* bits, int64_t n, Stream stream) {
   pack_kernel<<<grid(n), kBlock, 0, stream>>>(bools, bits, n);
   return cudaGetLastError();
 }
 
-cudaError_t unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, cudaStream_t stream) {
+Error unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, Stream stream) {
   unpack_kernel<<<grid(n), kBlock, 0, stream>>>(bits, bools, n);
   return cudaGetLastError();
 }
