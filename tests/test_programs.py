@@ -381,7 +381,7 @@ def test_formulas_that_differ_beside_the_mean_alone():
     x = (25 + torch.cat([steps, -steps, torch.zeros_like(steps)])).div(64).bfloat16()  # the mean is one of the elements
     weight, bias = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
     candidates = RULES["NativeBatchNormBackward0"].formula
-    _, *statistics = candidates.op(x, weight, bias, 1e-5)
+    _, *statistics = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, 1e-5)
     formula, _ = candidates.choose(x, weight, bias, *statistics, 1e-5)
     assert formula is not norms.batch_norm_elementwise  # CUDA's
 
@@ -527,13 +527,13 @@ def test_trials_have_the_strides_of_what_they_stand_for():
     """By which PyTorch's ops on the CPU may read in vectors or not."""
     candidates, strides = RULES["NativeBatchNormBackward0"].formula, set()
 
-    def op(x, w, b, eps):
+    def op(x, w, b, *others):
         strides.update((each.stride(), each.storage_offset()) for each in (w, b))
-        return candidates.op(x, w, b, eps)
+        return candidates.op(x, w, b, *others)
 
     w, b = torch.randn(64, 2).unbind(1)
     x = torch.randn(128, 64)
-    _, *statistics = candidates.op(x, w, b, 1e-5)
+    _, *statistics = torch.native_batch_norm(x, w, b, None, None, True, 0.0, 1e-5)
     formula, _ = dataclasses.replace(candidates, op=op).choose(x, w, b, *statistics, 1e-5)
     assert formula is not None
     assert strides == {((2,), 0), ((2,), 1)}

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 import activations_cuda
-from activations_cuda import recompute
+from activations_cuda import _C, recompute
 from recomputing import Keep, Scope, assert_same, gradients, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -27,6 +28,32 @@ def test_double_backward(within):
             (grad,) = torch.autograd.grad(loss, x, create_graph=True)
             (loss + grad.square().sum()).backward()
         return [x.grad, grad, *(parameter.grad for parameter in net.parameters())]
+
+    same_with_scope(run)
+
+
+NETS = {"layer norm": partial(nn.LayerNorm, 16), "activation": nn.Tanh, "linear": partial(nn.Linear, 16, 16)}
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("verified", [True, False])
+def test_forward_over_reverse(name, verified):
+    """Tangents of what is saved are autograd's own to give back, and recipes know nothing of them."""
+    torch.manual_seed(0)
+    net, x = NETS[name]().double(), torch.randn(8, 16, dtype=torch.float64)
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        if verified:
+            with scope():
+                loss = net(x.clone().requires_grad_()).square().sum()
+            loss.backward()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.clone(), torch.ones_like(x)).requires_grad_()
+            with scope():
+                loss = net(dual).square().sum()
+            (grad,) = torch.autograd.grad(loss, dual, create_graph=True)
+            return forward_ad.unpack_dual(grad)
 
     same_with_scope(run)
 

@@ -340,6 +340,55 @@ def test_a_first_batch_that_is_centered(net, device, deterministic):
     same_with_scope(run)
 
 
+LAYOUTS = {"transposed": lambda x: x.transpose(1, 2), "every second": lambda x: x.transpose(1, 2)[:, ::2]}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_batch_norm_of_a_half_type_with_wide_statistics(dtype, layout, training, device):
+    """Without weight and bias, by whose dtype an op would know. The first batch, all zeros, shows nothing of it."""
+    torch.manual_seed(0)
+    weight = torch.randn(32, device=device, dtype=dtype, requires_grad=True)
+    batches = [torch.zeros(32, 64, 32, device=device, dtype=dtype), *torch.randn(2, 32, 64, 32, device=device).to(dtype)]
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        torch.manual_seed(1)
+        result = []
+        for batch in batches:
+            x = LAYOUTS[layout](batch * weight)
+            norm = nn.BatchNorm1d(x.shape[1], affine=False).to(device).train(training)
+            nn.init.normal_(norm.running_mean)
+            factor = torch.ones_like(x, requires_grad=True)
+            with scope():
+                loss = (norm(LAYOUTS[layout](batch * weight)) * factor).tanh().float().sum()
+            result += torch.autograd.grad(loss, [weight, factor])
+        return result
+
+    same_with_scope(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_group_norm_of_single_elements(dtype, device):
+    """Whose variance is 0: with some eps all formulas give the same."""
+    torch.manual_seed(0)
+    x = torch.randn(2048, 2, 1, device=device).to(dtype)
+    scale, weight = (torch.randn(2, device=device).to(dtype).requires_grad_() for _ in range(2))
+    factor = torch.randn_like(x, requires_grad=True)
+    _C.recipes.forget_chosen()
+
+    def run(scope):
+        result = []
+        for eps in 1e-6, 1.0, 1e-5, 1e-3:
+            with scope():
+                loss = (F.group_norm(x * scale.view(2, 1), 2, weight, None, eps) * factor).float().sum()
+            result += torch.autograd.grad(loss, [factor])
+        return result
+
+    same_with_scope(run)
+
+
 def test_a_bias_that_differs_between_steps():
     """That of the second half of the channels is another in each step."""
     torch.manual_seed(0)

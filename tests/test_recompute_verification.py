@@ -173,7 +173,7 @@ def test_no_memory_for_a_trial_says_nothing_of_the_formula():
     def formula(*_):
         raise torch.OutOfMemoryError
 
-    candidates = Candidates((formula,), op=lambda input, weight, bias: (input,), closest=lambda input: input)
+    candidates = Candidates((formula,), op=lambda input, weight, bias, statistics: (input,), closest=lambda input: input)
     with pytest.raises(torch.OutOfMemoryError):
         candidates.choose(torch.randn(4), None, None)
 

@@ -526,7 +526,7 @@ def test_trials_tell_signs_of_zeros_apart():
 
     formula = norms._formula("product_as_shift", norms._of_channels, product_as_shift)
     x, weight, eps = torch.randn(4, 8, 16, 16), torch.randn(8), 1e-5
-    statistics = norms.BATCH_NORM_IN_EVALUATION.op(x, weight, None, eps)[1:]
+    statistics = norms.BATCH_NORM_IN_EVALUATION.op(x, weight, None, (weight,), eps)[1:]
     for formulas, chosen in ((formula,), (None, None)), ((norms.batch_norm_affine,), (norms.batch_norm_affine, True)):
         candidates = replace(norms.BATCH_NORM_IN_EVALUATION, on_cpu=formulas)
         assert candidates.choose(x, weight, None, *statistics, eps) == chosen

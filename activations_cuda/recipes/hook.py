@@ -13,7 +13,7 @@ from activations_cuda import _C
 from activations_cuda.recipes import formulas, programs
 from activations_cuda.recipes.rules import RULES, RULES_WITH_CONVOLUTIONS
 from activations_cuda.recipes.step import DTYPE, NUMBER, SHAPE, NothingYet, OpRule, Step, Underivable, computing
-from activations_cuda.recipes.verification import is_identical, is_of_handler, log, verify
+from activations_cuda.recipes.verification import Candidates, is_identical, is_of_handler, log, verify
 
 unpack = _C.recipes.unpack
 
@@ -130,6 +130,7 @@ _C.recipes.set_up(
     cast=torch.Tensor.to,
     same=formulas.same,
     op_rule=OpRule,
+    candidates=Candidates,
     underivable=Underivable,
     nothing_yet=NothingYet,
     norm_functions={name: _code_of(name) for name in ("batch_norm", "instance_norm", "layer_norm", "group_norm")},

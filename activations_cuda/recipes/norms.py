@@ -118,11 +118,13 @@ RUNNING = "running_mean", "running_var"
 def batch_norm(op: Any, eps: str, formulas: tuple[Formula, ...], on_cpu: tuple[Formula, ...] | None = None) -> OpRule:
     """The rule of a batch norm whose node saves eps by this name. If no other formula fits, it is the op itself."""
 
-    def in_training(x, w, b, eps):
-        return op(x, w, b, None, None, True, 0.0, eps)
+    def in_training(x, w, b, statistics, eps):
+        # With running ones of the same dtype, by which the CPU's op chooses the dtype in which it rounds.
+        running = [torch.zeros_like(each) for each in statistics]
+        return op(x, w, b, *running, True, 0.0, eps)
 
     def whole(x, w, b, mean, invstd, eps):
-        return in_training(x, w, b, eps)[0]
+        return in_training(x, w, b, (mean, invstd), eps)[0]
 
     candidates = Candidates((*formulas, whole), in_training, _closest_of_channels, on_cpu and (*on_cpu, whole))
 
@@ -169,10 +171,10 @@ def batch_norm_evaluated(x, w, b, mean, invstd, var, eps):
     return torch.batch_norm(x, w, b, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
-def _batch_norm_with_some_statistics(x, w, b, eps):
-    """The op of trials: in evaluation, with statistics of a part of the input, in the weight's dtype."""
+def _batch_norm_with_some_statistics(x, w, b, statistics, eps):
+    """The op of trials: in evaluation, with statistics of a part of the input."""
     part = x[:SAMPLES].transpose(0, 1).flatten(1).float()
-    var, mean = (each.to(x.dtype if w is None else w.dtype) for each in torch.var_mean(part, 1, correction=0))
+    var, mean = (each.to(statistics[0].dtype) for each in torch.var_mean(part, 1, correction=0))
     invstd = _invstd(var, eps)
     return batch_norm_evaluated(x, w, b, mean, invstd, var, eps), mean, invstd, var
 
@@ -185,7 +187,7 @@ BATCH_NORM_IN_EVALUATION = Candidates(
 )
 
 
-def _layer_norm_op(x, w, b, shape):
+def _layer_norm_op(x, w, b, statistics, shape):
     return torch.native_layer_norm(x, shape, w, b, EPS)
 
 
@@ -217,14 +219,14 @@ LAYER_NORM = OpRule(
 )
 
 
-def _group_norm_op(x, w, b, n, c, hw, groups, eps=EPS):
+def _group_norm_op(x, w, b, statistics, n, c, hw, groups, eps=EPS):
     return torch.native_group_norm(x, w, b, n, c, hw, groups, eps)
 
 
 def group_norm_whole(x, w, b, mean, rstd, n, c, hw, groups, eps=None):
     if eps is None:
         raise NotImplementedError("eps isn't known")
-    return _group_norm_op(x, w, b, n, c, hw, groups, eps)[0]
+    return torch.native_group_norm(x, w, b, n, c, hw, groups, eps)[0]
 
 
 group_norm_affine = _formula("group_norm_affine", _of_groups, _affine)
@@ -259,7 +261,7 @@ def rms_norm(step: Step) -> Result:
     return _RMS_NORM, operands, step.arguments("normalized_shape")
 
 
-def _rms_norm_op(x, w, b, shape):
+def _rms_norm_op(x, w, b, statistics, shape):
     return torch._fused_rms_norm(x, shape, w, EPS)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from activations_cuda import _C
 
@@ -29,7 +30,8 @@ class NothingYet(Exception):
 @contextmanager
 def computing() -> Iterator[None]:
     """As an op's own forward runs: below autograd, autocast and ``__torch_function__``."""
-    with torch._C.DisableTorchFunction(), torch.no_grad(), torch._C._DisableAutocast():
+    no_tangents = forward_ad._set_fwd_grad_enabled(False)
+    with torch._C.DisableTorchFunction(), torch.no_grad(), no_tangents, torch._C._DisableAutocast():
         yield
 
 

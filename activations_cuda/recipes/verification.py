@@ -41,7 +41,8 @@ class Candidates:
 
     Attributes:
         formulas: one of which is to fit.
-        op: PyTorch's own, given (input, weight, bias, *arguments); returns the output and the statistics.
+        op: PyTorch's own, given (input, weight, bias, statistics, *arguments); returns the output and statistics of its own. Of
+            the given ones it reads the dtypes.
         closest: of (input, *statistics), the normalized element closest to 0 for each of the weight, in float64.
         on_cpu: the formulas there, if they are others. In small tensors of a half type several may agree but for infinities.
     """
@@ -53,22 +54,22 @@ class Candidates:
 
     def __call__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Tensor:
         """The output by PyTorch's own op, for dry runs, which choose no formula."""
-        return self.op(input, weight, bias, *(each for each in others if not isinstance(each, Tensor)))[0]
+        statistics, arguments = _split(others)
+        return self.op(input, weight, bias, statistics, *arguments)[0]
 
     def choose(
         self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
     ) -> tuple[Formula, bool] | tuple[None, None]:
         """The formula that fits, and whether this package's kernel is to compute it, which is tried first."""
-        count = sum(isinstance(each, Tensor) for each in others)
-        arguments = others[count:]
+        statistics, arguments = _split(others)
         for fuses in (True, False):  # the kernel is faster, and needs no temporaries
-            formula = self._choose(input, weight, bias, count, arguments, fuses)
+            formula = self._choose(input, weight, bias, statistics, arguments, fuses)
             if formula is not None:
                 return formula, fuses
         return None, None
 
-    def _choose(self, input, weight, bias, count, arguments, fuses):
-        """The first formula that fits in every trial; the op gives `count` statistics."""
+    def _choose(self, input, weight, bias, statistics, arguments, fuses):
+        """The first formula that fits in every trial."""
         generator = torch.Generator(input.device).manual_seed(0)
         memory, input = _memory_like(input)
         _draw(memory, generator)
@@ -77,8 +78,8 @@ class Candidates:
         enough = max(4, min(MAX_TRIALS, ELEMENTS_TRIED // size))
         product: Any = None
         if bias is not None:
-            statistics = self.op(input, weight, bias, *arguments)[1 : 1 + count]
-            product = self.closest(input, *statistics, *arguments)
+            _, *found = self.op(input, weight, bias, statistics, *arguments)
+            product = self.closest(input, *found[: len(statistics)], *arguments)
             _, bias = _memory_like(bias)
         if weight is not None:
             _, weight = _memory_like(weight)
@@ -96,11 +97,17 @@ class Candidates:
                     bias.normal_(std=2.0 ** -(trial % 24), generator=generator)
                 else:
                     bias.copy_((product if weight is None else product * weight).neg())
-            output, *found = self.op(input, weight, bias, *arguments)
-            operands = input, weight, bias, *found[:count]
+            output, *found = self.op(input, weight, bias, statistics, *arguments)
+            operands = input, weight, bias, *found[: len(statistics)]
             formulas = [formula for formula in formulas if _fits(formula, fuses, operands, arguments, output)]
             del output  # before the next trial allocates its own
         return formulas[0] if formulas else None
+
+
+def _split(others):
+    """Statistics, which are tensors, and arguments."""
+    count = sum(isinstance(each, Tensor) for each in others)
+    return others[:count], others[count:]
 
 
 def _draw(memory, generator, trial=0):
@@ -180,7 +187,9 @@ def is_identical(a: Tensor, b: Tensor) -> bool:
     return True
 
 
-_unproven: Counter[int] = Counter()  # by configuration
+# By configuration, until a comparison proves something.
+_unproven: Counter[int] = Counter()
+_chosen_by_trials: dict[int, tuple[Formula, bool] | tuple[None, None]] = {}
 
 
 class _Verified(threading.local):
@@ -225,9 +234,11 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
 def _verify(recipe, untried, tensor):
     for each, formula in untried:
         if isinstance(formula, Candidates):
-            # Not in a variable, so that what is computed here is freed before the recipe is.
-            operands = (value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands)
-            each.formula, each.fuses = formula.choose(*operands, *each.arguments)
+            if each.configuration not in _chosen_by_trials:
+                # Not in a variable, so that what is computed here is freed before the recipe is.
+                operands = (value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands)
+                _chosen_by_trials[each.configuration] = formula.choose(*operands, *each.arguments)
+            each.formula, each.fuses = _chosen_by_trials[each.configuration]
             if each.formula is None:
                 return _refuse(each, tensor)
     if not is_identical(recipe.compute(), tensor):
@@ -235,10 +246,10 @@ def _verify(recipe, untried, tensor):
             each.fuses = False
         if not is_identical(recipe.compute(), tensor):
             return _refuse(recipe, tensor)
-    tells = all(isinstance(formula, Candidates) for _, formula in untried) or _tells(tensor)
-    for each, formula in untried:
-        if tells or isinstance(formula, Candidates):
-            _C.recipes.choose(each.configuration, each.formula, each.fuses)
+    is_proof = _tells(tensor)
+    for each, _ in untried:
+        if is_proof:
+            _settle(each, each.formula, each.fuses)
             continue
         _unproven[each.configuration] += 1
         if _unproven[each.configuration] > MAX_UNPROVEN:
@@ -246,7 +257,12 @@ def _verify(recipe, untried, tensor):
     return True
 
 
+def _settle(recipe, formula, fuses=False):
+    _chosen_by_trials.pop(recipe.configuration, None)
+    _C.recipes.choose(recipe.configuration, formula, fuses)
+
+
 def _refuse(recipe, tensor):
     log.debug("recompute: %s: no formula fits, shape %s, %s: saved", recipe.source, list(tensor.shape), tensor.dtype)
-    _C.recipes.choose(recipe.configuration, None, False)
+    _settle(recipe, None)
     return False

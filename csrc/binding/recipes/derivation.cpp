@@ -70,11 +70,10 @@ void Derivation::keep_operands_of(const py::object& recipe) {
 
 namespace {
 
-// A number for an object by its value; of a float by its type, since other values take the same path.
-int64_t number_of_object(py::handle object) {
+// A number for an object by its value.
+int64_t number_of_value(py::handle object) {
   static auto& numbers = *new py::dict();
-  const py::handle key = PyFloat_CheckExact(object.ptr()) ? py::handle(reinterpret_cast<PyObject*>(&PyFloat_Type)) : object;
-  PyObject* const found = PyDict_GetItemWithError(numbers.ptr(), key.ptr());
+  PyObject* const found = PyDict_GetItemWithError(numbers.ptr(), object.ptr());
   if (found) {
     return PyLong_AsLongLong(found);
   }
@@ -82,8 +81,13 @@ int64_t number_of_object(py::handle object) {
     throw py::error_already_set();
   }
   const auto number = static_cast<int64_t>(numbers.size());
-  numbers[key] = number;
+  numbers[object] = number;
   return number;
+}
+
+// The same, but of a float by its type, since other values take the same path.
+int64_t number_of_object(py::handle object) {
+  return number_of_value(PyFloat_CheckExact(object.ptr()) ? reinterpret_cast<PyObject*>(&PyFloat_Type) : object);
 }
 
 // The same for an argument of a formula that moves elements. Of positions only their alignment matters, since kernels read
@@ -164,7 +168,11 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   if (recipe.depth == 0 || recipe.depth > kMaxDepth || recipe.roots.size() > kMaxRoots) {
     return false;
   }
-  const auto number_of_argument = facts_of(recipe.formula).is_movement ? number_of_position : number_of_object;
+  // By its eps a norm of what hardly varies tells formulas apart or not.
+  const bool is_norm = py::isinstance(recipe.formula, callbacks().candidates);
+  const auto number_of_argument = is_norm                                ? number_of_value
+                                  : facts_of(recipe.formula).is_movement ? number_of_position
+                                                                         : number_of_object;
   for (const py::handle argument : py::reinterpret_borrow<py::tuple>(recipe.arguments)) {
     numbers.push_back(number_of_argument(argument));
   }

@@ -287,6 +287,7 @@ PyObject* called_to_unpack(PyObject*, PyObject* object) {
     no_inference.emplace(false);
   }
   const at::NoGradGuard no_grad;
+  const at::AutoFwGradMode no_tangents(false);  // autograd has saved them itself
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   value.check_unwritten();
   return THPVariable_Wrap(unshared(value, value.give()));

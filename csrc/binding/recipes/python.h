@@ -30,6 +30,7 @@ struct NormFunctions {
 struct Callbacks {
   explicit Callbacks(const py::kwargs& given)
       : op_rule(given["op_rule"]),
+        candidates(given["candidates"]),
         underivable(given["underivable"]),
         nothing_yet(given["nothing_yet"]),
         plain_types(given["plain_types"]),
@@ -44,6 +45,7 @@ struct Callbacks {
         number(given["number"]) {}
 
   py::object op_rule;      // the class of the rules that are data
+  py::object candidates;   // the class of what stands for one of several formulas
   py::object underivable;  // raised where a rule asks for what can't be derived
   py::object nothing_yet;  // raised where the hooks around the scope give nothing back yet
   py::tuple plain_types;
