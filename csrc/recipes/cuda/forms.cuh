@@ -1,0 +1,137 @@
+// The common programs. Each file that includes this compiles their kernels for one type of the output, so that several
+// compilers can work at once: together they take minutes.
+#pragma once
+
+#include "forms.h"
+#include "launch.cuh"
+
+namespace fastact::cuda {
+namespace {
+
+template <class T, int n, class... Forms>
+bool start_one_of(const Program& program, Stream stream) {
+  return ((has_form<n, Forms>(program) && start<T, n, Forms>(program, stream)) || ...);
+}
+
+constexpr auto number = Layout::number, stash = Layout::stash, dense = Layout::dense, dense_any = Layout::dense_any,
+               column = Layout::column, half_column = Layout::half_column, row = Layout::row, same_row = Layout::same_row,
+               gate = Layout::gate, any = Layout::any;
+constexpr int two = 2, three = 3, more = 4, all = Program::kMaxDims;  // dimensions
+
+using Load = InstructionOf<Opcode::load, dense>;
+using LoadAny = InstructionOf<Opcode::load, dense_any>;
+using LoadAnywhere = InstructionOf<Opcode::load, any>;
+using Stash = InstructionOf<Opcode::stash>;
+using Clamp = InstructionOf<Opcode::clamp, number, number>;
+using Silu = InstructionOf<Opcode::silu>;
+using Power = InstructionOf<Opcode::power, number>;
+using Tanh = InstructionOf<Opcode::tanh>;
+using LookUp = InstructionOf<Opcode::look_up, Layout::table>;
+using Gradient = InstructionOf<Opcode::gradient, dense, Layout::table>;
+using SiluGradient = InstructionOf<Opcode::silu_gradient, dense>;
+template <Layout layout>
+using Add = InstructionOf<Opcode::add, layout, number>;
+template <Layout layout>
+using Multiply = InstructionOf<Opcode::multiply, layout>;
+
+// A normalization, and what follows it: nothing, an activation or its gradient, a gate, a residual, or another normalization of
+// the same kind as one.
+template <class T, int n, class Norm>
+bool start_norm_of_columns(const Program& program, Stream stream) {
+  if constexpr (n == 8) {
+    // Tables are read faster by more vectors at once.
+    if (start_one_of<
+            T, n, Form<4, two, Load, Norm, LookUp>, Form<4, three, Load, Norm, LookUp, Multiply<gate>>,
+            Form<4, two, Load, Norm, Gradient>, Form<2, two, Load, Norm, LookUp, Stash, Load, Norm, Add<stash>>>(
+            program, stream)) {
+      return true;
+    }
+  } else if (start_one_of<
+                 T, n, Form<2, two, Load, Norm, Silu>, Form<2, three, Load, Norm, Silu, Multiply<gate>>,
+                 Form<2, two, Load, Norm, SiluGradient>>(program, stream)) {
+    return true;
+  }
+  return start_one_of<
+      T, n, Form<2, two, Load, Norm>, Form<2, two, Load, Norm, Clamp>, Form<2, two, Load, Norm, Add<dense>>,
+      Form<2, two, Load, Norm, Add<dense>, Clamp>, Form<2, three, Load, Norm, Clamp, Multiply<gate>>,
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,         // stochastic depth
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>,  // squeeze-and-excitation
+      Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>>, Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
+      Form<2, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(program, stream);
+}
+
+template <class T, int n, Spread spread, class Norm>
+bool start_norm_and_table(const Program& program, Stream stream) {
+  if constexpr (n == 8) {
+    return start_one_of<
+        T, n, FormOfRows<4, more, spread, Load, Norm, LookUp>, FormOfRows<4, more, spread, Load, Norm, LookUp, Multiply<gate>>,
+        FormOfRows<4, more, spread, Load, Norm, Gradient>>(program, stream);
+  }
+  return false;
+}
+
+template <class T, int n, Spread spread, class Norm>
+bool start_norm_of_rows(const Program& program, Stream stream) {
+  return start_one_of<
+      T, n, FormOfRows<2, more, spread, LoadAny, Norm>, FormOfRows<2, more, spread, Load, Norm, Clamp>,
+      FormOfRows<2, more, spread, LoadAny, Norm, Silu>, FormOfRows<2, more, spread, LoadAny, Norm, SiluGradient>,
+      FormOfRows<2, more, spread, Load, Norm, Add<dense>>, FormOfRows<2, more, spread, Load, Norm, Add<dense>, Clamp>,
+      FormOfRows<2, more, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(program, stream);
+}
+
+// A contiguous plane is a row for batch and group norm, whose length often isn't a multiple of a vector's: 14 x 14 isn't one of
+// eight, nor 7 x 7 of four.
+template <class T, int n>
+bool start_rows(const Program& program, Stream stream) {
+  using BatchNorm = InstructionOf<Opcode::batch_norm, row, same_row, same_row, same_row>;
+  using GroupNorm = InstructionOf<Opcode::group_norm, row, same_row, row, same_row>;
+  const auto is_read_in_vectors = [](const Program::Operand& operand) { return operand.stride[0] != 0; };
+  return fits_across_rows(program, n, is_read_in_vectors) &&
+         (start_norm_and_table<T, n, Spread::row, BatchNorm>(program, stream) ||
+          start_norm_and_table<T, n, Spread::anywhere, BatchNorm>(program, stream) ||
+          start_norm_of_rows<T, n, Spread::anywhere, BatchNorm>(program, stream) ||
+          start_norm_and_table<T, n, Spread::row, GroupNorm>(program, stream) ||
+          start_norm_of_rows<T, n, Spread::row, GroupNorm>(program, stream) ||
+          start_norm_and_table<T, n, Spread::anywhere, GroupNorm>(program, stream) ||
+          start_one_of<
+              T, n, FormOfRows<2, more, Spread::anywhere, LoadAny, GroupNorm>,
+              FormOfRows<2, more, Spread::anywhere, Load, GroupNorm, Clamp>>(program, stream));
+}
+
+template <class T, int n>
+bool start_common(const Program& program, Stream stream) {
+  using LayerNorm = InstructionOf<Opcode::layer_norm, row, same_row, column, column>;
+  using Bits = Multiply<Layout::bits>;
+  // Channels-last.
+  return start_norm_of_columns<T, n, InstructionOf<Opcode::batch_norm, column, column, column, column>>(program, stream) ||
+         start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column, column>>(program, stream) ||
+         start_one_of<
+             T, n, Form<2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
+             Form<2, more, LoadAnywhere, LayerNorm>,  // transposed for attention
+             Form<2, two, Load, InstructionOf<Opcode::layer_norm, row, same_row, half_column, half_column>>,
+             Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
+             Form<1, two, LoadAny, Multiply<row>, Multiply<column>>,
+             Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
+             Form<4, two, Load, LookUp, Multiply<dense>>,                    // SwiGLU
+             Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,              // the same of one tensor's halves
+             Form<4, two, Load, LookUp, Multiply<number>>,                   // scaled, as in nets without norms
+             Form<4, two, Load, Multiply<number>, LookUp, Multiply<dense>>,  // quick GELU
+             Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,              // repeated by upsampling
+             Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,        // scaled residuals
+             Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
+             Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
+             Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,
+             Form<2, two, LoadAny, Bits, Multiply<number>>,  // dropout
+             Form<2, two, LoadAny, Bits, Multiply<number>, Add<dense_any>>,
+             Form<2, more, LoadAny, Multiply<any>, Add<dense_any>>,  // layer scale
+             Form<2, more, LoadAny, Multiply<any>, Multiply<any>, Add<dense_any>>,
+             Form<2, more, LoadAny, Multiply<any>, Stash, LoadAny, LayerNorm, Add<stash>>>(program, stream);
+}
+
+template <class T, int n>
+bool start_any_form(const Program& program, Stream stream) {
+  return start_rows<T, n>(program, stream) || (is_in_vectors(program, n) && start_common<T, n>(program, stream));
+}
+
+}  // namespace
+}  // namespace fastact::cuda

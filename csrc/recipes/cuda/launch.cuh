@@ -1,0 +1,101 @@
+// The kernel, and how it is started.
+#pragma once
+
+#include <algorithm>
+
+#include "form.cuh"
+#include "thread.cuh"
+
+namespace fastact::cuda {
+namespace {
+
+constexpr int kBlock = 128;
+
+template <class T, int n, class Form>
+__global__ void __launch_bounds__(kBlock, Form::blocks) run_kernel(const __grid_constant__ Launch launch) {
+  int64_t place = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
+  const int64_t row = launch.vectors.divide(&place);
+  if (row >= launch.rows) {
+    return;
+  }
+  Thread<T, n, Form> thread(launch, row, place);
+  thread.run();
+#pragma unroll
+  for (int u = 0; u < Form::vectors; ++u) {
+    const int64_t i = (Form::spread == Spread::columns ? row : place) + u * launch.distance;
+    if (Form::spread == Spread::row || i < launch.count) {
+      thread.store_vector(u);
+    }
+  }
+}
+
+bool is_aligned(const void* data, Element element, int n) {
+  const int bytes = element == Element::bit ? 1 : element == Element::float32 ? kVectorBytes : 2 * n;
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
+// Whether all that is read lies in vectors of n, or is one element for all of a vector.
+bool is_in_vectors(const Program& program, int n) {
+  if (program.size[0] % n != 0 || !is_aligned(program.output, program.element, n)) {
+    return false;
+  }
+  for (int k = 0; k < program.operands; ++k) {
+    const auto& operand = program.operand[k];
+    bool fits = operand.stride[0] == 0 || (operand.stride[0] == 1 && is_aligned(operand.data, operand.element, n));
+    for (int dim = 1; dim < program.dims && operand.stride[0] != 0; ++dim) {
+      fits &= operand.stride[dim] % (operand.element == Element::bit ? 8 : n) == 0;
+    }
+    if (!fits) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether vectors of n fit, of which each may cross the end of one row: what is read in vectors is aligned.
+template <class Predicate>
+bool fits_across_rows(const Program& program, int n, const Predicate& is_read_in_vectors) {
+  const Program::Operand* const last = program.operand + program.operands;
+  return program.size[0] >= n && program.numel() % n == 0 && is_aligned(program.output, program.element, n) &&
+         std::all_of(program.operand, last, [&](const auto& operand) {
+           return !is_read_in_vectors(operand) || is_aligned(operand.data, operand.element, n);
+         });
+}
+
+template <class T, int n, class Form>
+bool start(const Program& program, Stream stream) {
+  Launch launch;
+  launch.program = program;
+  for (int dim = 0; dim < Program::kMaxDims; ++dim) {
+    launch.size[dim] = Divisor(dim < program.dims ? program.size[dim] : 1, program.numel());
+  }
+  const int64_t rows = program.numel() / program.size[0], vectors = program.size[0] / n;
+  const auto divide = [&](int64_t count) {
+    launch.count = count;
+    launch.distance = (count + Form::vectors - 1) / Form::vectors;
+    return launch.distance;
+  };
+  int64_t in_row;  // threads in a row of threads
+  if constexpr (Form::spread == Spread::columns) {
+    launch.rows = divide(rows);
+    in_row = vectors;
+  } else if constexpr (Form::spread == Spread::row) {
+    launch.rows = rows;
+    in_row = divide(vectors);
+  } else {
+    launch.rows = 1;
+    in_row = divide(program.numel() / n);
+  }
+  if constexpr (!Form::is_known) {
+    for (int k = 0; k < program.operands; ++k) {
+      launch.is_dense[k] = is_dense(program, program.operand[k]);
+    }
+  }
+  const int64_t threads = launch.rows * in_row;
+  launch.vectors = Divisor(in_row, threads + kBlock);
+  run_kernel<T, n, Form><<<static_cast<unsigned int>((threads + kBlock - 1) / kBlock), kBlock, 0, stream>>>(launch);
+  return true;
+}
+
+}  // namespace
+}  // namespace fastact::cuda
