@@ -362,7 +362,10 @@ def test_batch_norm_of_a_half_type_with_wide_statistics(dtype, layout, training,
             nn.init.normal_(norm.running_mean)
             factor = torch.ones_like(x, requires_grad=True)
             with scope():
-                loss = (norm(LAYOUTS[layout](batch * weight)) * factor).tanh().float().sum()
+                product = norm(LAYOUTS[layout](batch * weight)) * factor
+                loss = product.tanh().float().sum()
+            if scope is recompute:
+                assert product.grad_fn._raw_saved_self.data.is_recipe
             result += torch.autograd.grad(loss, [weight, factor])
         return result
 
