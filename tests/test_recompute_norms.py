@@ -374,10 +374,10 @@ def test_batch_norm_of_a_half_type_with_wide_statistics(dtype, layout, training,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_group_norm_of_single_elements(dtype, device):
-    """Whose variance is 0: with some eps all formulas give the same."""
+    """Whose variance is 0: with some eps all formulas give the bias."""
     torch.manual_seed(0)
     x = torch.randn(2048, 2, 1, device=device).to(dtype)
-    scale, weight = (torch.randn(2, device=device).to(dtype).requires_grad_() for _ in range(2))
+    scale, weight, bias = ((torch.randn(2, device=device) * by).to(dtype).requires_grad_() for by in (1, 1, 1e-4))
     factor = torch.randn_like(x, requires_grad=True)
     _C.recipes.forget_chosen()
 
@@ -385,7 +385,7 @@ def test_group_norm_of_single_elements(dtype, device):
         result = []
         for eps in 1e-6, 1.0, 1e-5, 1e-3:
             with scope():
-                loss = (F.group_norm(x * scale.view(2, 1), 2, weight, None, eps) * factor).float().sum()
+                loss = (F.group_norm(x * scale.view(2, 1), 2, weight, bias, eps) * factor).float().sum()
             result += torch.autograd.grad(loss, [factor])
         return result
 
