@@ -141,7 +141,7 @@ if reason and forced_by:
     sys.exit("activations-cuda: {} is set, but {}: {}".format(forced_by, *reason))
 cuda = None if reason else release_of(toolkit)
 installed = Path(torch.__file__).parent
-# By their versions.
+# Folders of torch, by version.
 torches = {version_in(folder): folder for folder in folders} or {str(torch.__version__): installed}
 
 for version in torches:
@@ -260,7 +260,8 @@ def kernels(name):
     # With the runtime inside: the binding also serves builds of torch that bring none.
     runtime = ["cudart_static", "dl", "pthread", "rt"]
     hidden = ["-Wl,--exclude-libs,libcudart_static.a"]
-    return extension(name, "csrc/**/*.cu", installed, runtime, [toolkit / "lib64", toolkit / "lib"], hidden)
+    folders = [toolkit / "lib64", toolkit / "lib", *toolkit.glob("targets/*/lib")]
+    return extension(name, "csrc/**/*.cu", installed, runtime, folders, hidden)
 
 
 def binding(version, root):

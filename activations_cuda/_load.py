@@ -28,20 +28,22 @@ def _interface(torch_version: str) -> str:
     return release[1] if release else torch_version
 
 
-def find_binding(running_torch: str, running_cuda: str | None) -> str:
+def find_binding(running_torch: str, running_cuda: str | None, running_rocm: str | None = None) -> str:
     """The folder of the module for this torch minor version.
 
-    It serves all builds of that torch, for the CPU and for CUDA; but for those of another CUDA major version than the kernels',
-    whose driver may be too old for them.
+    It serves all builds of that torch, for the CPU and for CUDA. With kernels for CUDA it serves none of another CUDA major
+    version, whose driver may be too old for them, nor any for ROCm, whose GPUs also go by the name of cuda.
 
     Raises:
         ImportError: There is none.
     """
-    same_cuda = not (_build.cuda and running_cuda) or _build.cuda.split(".")[0] == running_cuda.split(".")[0]
+    same_cuda = not running_cuda or not _build.cuda or _build.cuda.split(".")[0] == running_cuda.split(".")[0]
+    same_gpus = same_cuda and not (_build.cuda and running_rocm)
     for folder, built_torch in _build.torches.items():
-        if same_cuda and _interface(built_torch) == _interface(running_torch):
+        if same_gpus and _interface(built_torch) == _interface(running_torch):
             return folder
-    running = f"torch {running_torch}" + (f" with CUDA {running_cuda}" if running_cuda else "")
+    gpus = f" with CUDA {running_cuda}" if running_cuda else f" with ROCm {running_rocm}" if running_rocm else ""
+    running = f"torch {running_torch}{gpus}"
     raise ImportError(
         f"activations_cuda {version} was built for torch {', '.join(_build.torches.values())}"
         f"{f' and CUDA {_build.cuda}' if _build.cuda else ''}, but {running} is installed. Build it for this torch: {FIX}"
@@ -58,7 +60,7 @@ def check_gpus() -> None:
         )
 
 
-_folder = find_binding(torch.__version__, torch.version.cuda)
+_folder = find_binding(torch.__version__, torch.version.cuda, torch.version.hip)
 check_gpus()
 
 # Each is activations_cuda._C, in a folder of its own; first, or what an older build left in the package would be found.

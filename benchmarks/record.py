@@ -21,7 +21,8 @@ def device_name():
 
 def origin():
     info = activations_cuda.build_info()
-    return {"device": device_name(), "torch": torch.__version__, "cuda": info["cuda"], "commit": info["commit"]}
+    cuda = torch.version.cuda if has_gpu() else None
+    return {"device": device_name(), "torch": torch.__version__, "cuda": cuda, "commit": info["commit"]}
 
 
 def path(kind=""):

@@ -9,10 +9,11 @@ namespace fastact::cuda {
 using Stream = CUstream_st*;  // a cudaStream_t
 using Error = int;            // a cudaError_t
 
-constexpr Error kSuccess = 0, kNoKernelImage = 209;
+constexpr Error kSuccess = 0, kOutOfMemory = 2, kNoKernelImage = 209;
 
 #pragma GCC visibility push(default)
 
+const char* name_of(Error error);
 const char* describe(Error error);
 
 Error is_capturing(Stream stream, bool* result);

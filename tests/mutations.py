@@ -292,6 +292,8 @@ RECOMPUTE = [
     Mutant("the next row is this one", CUDA_RECIPES, "dense_[u] + n - 1", "dense_[u]"),
     Mutant("complex numbers in any strides", DERIVATION, " || c10::isComplexType(recipe.dtype)", ""),
     Mutant("zeros prove a formula", RECIPES + "verification.py", "is_proof = _tells(tensor)", "is_proof = True"),
+    Mutant("a norm's bias proves its formula", RECIPES + "verification.py", " and all(map(_is_more_than_bias, norms))", ""),
+    Mutant("trials at each use", RECIPES + "verification.py", "_chosen_by_trials.get(each.configuration)", "None"),
     Mutant("trials in another dtype", RECIPES + "norms.py", "[torch.zeros_like(each) for each in statistics]", "[None, None]"),
     Mutant("whatever the eps", DERIVATION, "py::isinstance(recipe.formula, callbacks().candidates)", "false"),
     Mutant("tangents in recipes", HOOK, "no_tangents(false)", "no_tangents(true)"),

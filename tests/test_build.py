@@ -12,7 +12,7 @@ import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 import activations_cuda
-from activations_cuda import _build, _load
+from activations_cuda import _C, _build, _load
 from trees import FROM_SOURCE, ROOT, copy, install, run
 
 
@@ -45,6 +45,7 @@ FIVE = [f"2.{minor}.0" for minor in range(11, 16)]
         (FIVE, "13.0", ("2.16.0+cu132", "13.2")),
         (FIVE, "13.0", ("2.13.0+cu126", "12.6")),
         (FIVE, "13.0", ("2.15.0.dev20261101+cu132", "13.2")),
+        (FIVE, "13.0", ("2.13.0+rocm7.1", None, "7.1")),
     ],
 )
 def test_another_torch_is_refused(monkeypatch, torches, cuda, running):
@@ -55,7 +56,8 @@ def test_another_torch_is_refused(monkeypatch, torches, cuda, running):
     expected, _, got = message.partition("but")
     assert f"torch {', '.join(torches)}" in expected
     assert (f" and CUDA {cuda}" in expected) == (cuda is not None)
-    assert f"torch {running[0]} {f'with CUDA {running[1]} ' if running[1] else ''}is installed" in got
+    gpus = f"with CUDA {running[1]} " if running[1] else f"with ROCm {running[2]} " if running[2:] else ""
+    assert f"torch {running[0]} {gpus}is installed" in got
     assert "pip install --no-build-isolation" in message
     assert "\n" not in message
 
@@ -66,6 +68,7 @@ def test_another_torch_is_refused(monkeypatch, torches, cuda, running):
         (["2.11.0"], None, ("2.11.1+cu130", "13.0"), 0),
         (["2.11.0"], None, ("2.11.1+cu126", "12.6"), 0),
         (["2.11.0"], "13.0", ("2.11.2", "13.1"), 0),
+        (["2.11.0"], None, ("2.11.0+rocm7.1", None, "7.1"), 0),
         (["2.11.0"], "13.0", ("2.11.0+cpu", None), 0),
         (["2.11.0+cpu"], None, ("2.11.0.post1", None), 0),
         (["2.16.0a0+git1234567"], None, ("2.16.0a0+git1234567", None), 0),
@@ -110,6 +113,14 @@ def test_what_an_older_build_left_is_not_found(tmp_path):
 def test_a_binding_loads_the_kernels_that_it_has():
     mapped = set(re.findall(r"libfastact_\w+", Path("/proc/self/maps").read_text()))
     assert mapped == {"libfastact_cpu"} | ({"libfastact_cuda"} if _build.cuda else set())
+
+
+@pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
+def test_the_binding_needs_no_library_of_cudas():
+    """But its kernels', which have the runtime inside: so it serves builds of torch without CUDA."""
+    needed = run("readelf", "--dynamic", _C.__file__).stdout
+    assert ("libfastact_cuda" in needed) == (_build.cuda is not None)
+    assert "libtorch_cpu" in needed and not re.search("cudart|torch_cuda|c10_cuda", needed)
 
 
 def setup(command="--name", torch_is="torch.version.cuda = torch.version.cuda or '13.0'", **environment):

@@ -1,6 +1,8 @@
 """What only a GPU can show: streams, devices and sizes past 32-bit indices."""
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -88,6 +90,36 @@ def test_cuda_graph(row, inplace):
         graph.replay()
         assert_same_values(y.detach(), row.reference(x.detach()))
         assert_same_values(gradient, row.scaled(grad, x))
+
+
+FIRST_CALLS = {
+    "in a captured graph": """
+x = torch.randn(1000, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = fastact.hardtanh(x)
+x.copy_(torch.randn(1000))
+graph.replay()
+assert torch.equal(y, F.hardtanh(x))
+""",
+    "in a new thread": """
+x = torch.randn(1000, device=f"cuda:{torch.cuda.device_count() - 1}", requires_grad=True)
+with ThreadPoolExecutor(1) as pool:
+    y = pool.submit(fastact.hardtanh, x).result()
+assert torch.equal(y, F.hardtanh(x)) and y.device == x.device
+y.sum().backward()
+assert torch.equal(x.grad, (x.abs() < 1).float())
+""",
+}
+
+
+@pytest.mark.parametrize("where", FIRST_CALLS)
+def test_the_first_call_of_a_process(where):
+    """The kernels have a CUDA runtime of their own, which starts with it."""
+    imports = "from concurrent.futures import ThreadPoolExecutor", "import torch", "import torch.nn.functional as F"
+    program = "\n".join([*imports, "import activations_cuda as fastact", FIRST_CALLS[where]])
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
 
 
 def test_mask_on_another_device():

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import activations_cuda
 from activations_cuda import _C
+from activations_cuda.recipes.verification import forget_choices
 from family import A_FEW, FAMILY, SMOOTH, sample
 
 GROUPS = [("cpu", 2), ("cpu", 4), pytest.param(("cuda", 2), marks=pytest.mark.cuda(gpus=2))]
@@ -327,7 +328,7 @@ def train(parallel, mesh, recomputes, dtype=None, unused=False, rank=0):
 def check_recompute(parallel, mesh, has_recipes=True, **options):
     expected = train(parallel, mesh, None, rank=mesh.get_local_rank(), **options)
     for recomputes in "scope", "convert":
-        _C.recipes.forget_chosen()
+        forget_choices()
         found = train(parallel, mesh, recomputes, rank=mesh.get_local_rank(), **options)
         assert_equal(found, expected)
         assert any(formula is not None for formula in _C.recipes.chosen().values()) or not has_recipes

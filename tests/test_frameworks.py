@@ -10,6 +10,7 @@ from torch import nn
 
 import activations_cuda
 from activations_cuda import _C
+from activations_cuda.recipes.verification import forget_choices
 from recomputing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
@@ -20,7 +21,7 @@ def compare(create, train, convert=lambda model: activations_cuda.convert(model,
     torch.manual_seed(0)
     plain = create()
     model = convert(copy.deepcopy(plain))
-    _C.recipes.forget_chosen()
+    forget_choices()
     torch.manual_seed(0)
     expected = train(plain)
     assert not _C.recipes.chosen()

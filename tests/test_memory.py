@@ -13,10 +13,11 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import activations_cuda
-from activations_cuda import _C, memory
 from activations_cuda import __main__ as command
+from activations_cuda import memory
 from activations_cuda.__main__ import main
 from activations_cuda.memory import LayerMemory, memory_report, saved_bytes
+from activations_cuda.recipes.verification import forget_choices
 from activations_cuda.replacements import original_of, recomputes, set_class
 from nets import NETS, images
 from recomputing import Plain, Scope, bytes_of
@@ -510,7 +511,7 @@ def test_report_of_the_scope_where_the_model_differentiates():
             (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
             return y.sum() + grad.square().sum()
 
-    _C.recipes.forget_chosen()
+    forget_choices()
     for norm in nn.LayerNorm(64), nn.BatchNorm1d(64), nn.GroupNorm(4, 64):
         model, x = Penalized(nn.Linear(64, 64), norm, nn.SiLU(), nn.Linear(64, 64)), torch.randn(64, 64, requires_grad=True)
         report = memory_report(model, x, recompute=True)

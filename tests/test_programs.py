@@ -14,7 +14,7 @@ from activations_cuda import _C, recompute
 from activations_cuda.recipes import formulas, norms, programs, verification
 from activations_cuda.recipes.formulas import FORMULAS, Facts
 from activations_cuda.recipes.rules import RULES
-from activations_cuda.recipes.verification import Candidates, is_identical
+from activations_cuda.recipes.verification import Candidates, forget_choices, is_identical
 from recomputing import Keep, Scope, compare
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -366,12 +366,12 @@ def test_a_program_that_gives_other_bits_is_not_used(set_facts):
     x = torch.randn(64, 64, requires_grad=True)
     set_facts({torch.relu: Facts(program=(programs.instruction("clamp", 0.25, math.inf),))})
     try:
-        _C.recipes.forget_chosen()
+        forget_choices()
         with activations_cuda.recompute(check=True):
             Keep.apply(F.relu(x * 1 + x)).sum().backward()
         assert torch.relu in _C.recipes.chosen().values()
     finally:
-        _C.recipes.forget_chosen()
+        forget_choices()
 
 
 def test_formulas_that_differ_beside_the_mean_alone():
@@ -486,7 +486,7 @@ def test_rounds_where_ops_round(dtype, device):
     """Else the program would be refused, and PyTorch's ops give the right bits."""
     torch.manual_seed(0)
     x = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
-    _C.recipes.forget_chosen()
+    forget_choices()
     with Scope() as scope:
         loss = Keep.apply(F.relu(x * 0.3 + x)).sum()
     recipes = [value for value in scope.values() if value.is_recipe]

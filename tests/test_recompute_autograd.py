@@ -11,7 +11,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import activations_cuda
-from activations_cuda import _C, recompute
+from activations_cuda import recompute
+from activations_cuda.recipes.verification import forget_choices
 from recomputing import Keep, Scope, assert_same, gradients, same_with_scope, small_net
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -41,7 +42,7 @@ def test_forward_over_reverse(name, verified):
     """Tangents of what is saved are autograd's own to give back, and recipes know nothing of them."""
     torch.manual_seed(0)
     net, x = NETS[name]().double(), torch.randn(8, 16, dtype=torch.float64)
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         if verified:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from activations_cuda import _C, recompute
+from activations_cuda import recompute
+from activations_cuda.recipes.verification import forget_choices
 from recomputing import Keep, same_with_scope
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -184,7 +185,7 @@ def test_depthwise_convolutions(dtype, device):
 @pytest.mark.parametrize("bias", [None, 0.0, 1.0])
 def test_depthwise_convolutions_with_a_frozen_bias(bias, device):
     """Which autograd's graph doesn't have; 0 at first it would look like none."""
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         torch.manual_seed(0)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import activations_cuda
-from activations_cuda import _C, GELU, SiLU, recompute
+from activations_cuda import GELU, SiLU, recompute
 from activations_cuda.recipes import scope
+from activations_cuda.recipes.verification import forget_choices
 from recomputing import Keep, Scope, copying_hooks, forgetful_hooks, gradients, same_with_scope, small_net, top_hooks
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -250,7 +251,7 @@ def test_outer_hooks_that_give_nothing_back_before_backward():
             raise RuntimeError("not yet")
         return tensor
 
-    _C.recipes.forget_chosen()
+    forget_choices()
     x, counts = torch.randn(4, 8, requires_grad=True), []
     for hooks in torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack), contextlib.nullcontext():
         is_backward = False

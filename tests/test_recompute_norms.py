@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import activations_cuda
 from activations_cuda import _C, recompute
-from activations_cuda.recipes import hook, norms
+from activations_cuda.recipes import hook, norms, verification
+from activations_cuda.recipes.verification import Candidates, forget_choices
 from recomputing import Keep, Plain, Scope, same_with_scope
 from recomputing import step as run_step
 
@@ -143,7 +144,7 @@ NORMS_THAT_SAVE_LESS = {
 
 @pytest.mark.parametrize("name", NORMS_THAT_SAVE_LESS)
 def test_norms_are_compared_once(name, compared):
-    _C.recipes.forget_chosen()
+    forget_choices()
     norm = NORMS_THAT_SAVE_LESS[name]()
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
@@ -157,7 +158,7 @@ def test_norms_are_compared_once(name, compared):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_batch_norm_in_evaluation_is_fused(dtype, device):
-    _C.recipes.forget_chosen()
+    forget_choices()
     norm = nn.BatchNorm2d(16, device=device)
     norm(torch.randn(4, 16, 8, 8, device=device))
     norm.eval()
@@ -296,7 +297,7 @@ def test_a_first_batch_that_proves_nothing(norm, first, dtype, device, determini
         nn.init.normal_(parameter)
     rows = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 8, 9, 9)  # each of one number
     batches = [rows if first == "rows" else torch.full((4, 8, 9, 9), first), *torch.randn(2, 4, 8, 9, 9)]
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         result = []
@@ -320,7 +321,7 @@ def test_a_first_batch_that_proves_nothing(norm, first, dtype, device, determini
 )
 def test_a_first_batch_that_is_centered(net, device, deterministic):
     """As it is behind another normalization: some formulas of the next one agree on it."""
-    _C.recipes.forget_chosen()
+    forget_choices()
     norms = net().to(device)
     dtype = next(norms.parameters()).dtype
 
@@ -351,7 +352,7 @@ def test_batch_norm_of_a_half_type_with_wide_statistics(dtype, layout, training,
     torch.manual_seed(0)
     weight = torch.randn(32, device=device, dtype=dtype, requires_grad=True)
     batches = [torch.zeros(32, 64, 32, device=device, dtype=dtype), *torch.randn(2, 32, 64, 32, device=device).to(dtype)]
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         torch.manual_seed(1)
@@ -372,6 +373,51 @@ def test_batch_norm_of_a_half_type_with_wide_statistics(dtype, layout, training,
     same_with_scope(run)
 
 
+@pytest.fixture
+def trials(monkeypatch):
+    """Of which norms a formula was chosen by trials."""
+    made, choose = [], Candidates.choose
+    monkeypatch.setattr(Candidates, "choose", lambda self, *operands: made.append(self) or choose(self, *operands))
+    forget_choices()
+    yield made
+    forget_choices()
+
+
+@pytest.mark.parametrize("behind", ["residual", "bias"])
+def test_a_weight_of_zero_proves_no_norm(behind, trials):
+    """As residual blocks begin: any formula gives the bias."""
+    torch.manual_seed(0)
+    norm, first, last = nn.BatchNorm2d(8), nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+    nn.init.zeros_(norm.weight)
+    nn.init.normal_(norm.bias)
+
+    def step():
+        x = first(torch.randn(4, 3, 8, 8))
+        with recompute():
+            z = norm(x)
+            loss = last(torch.relu(z + x) if behind == "residual" else z).square().mean()
+        loss.backward()
+        return norms.batch_norm_affine in _C.recipes.chosen().values()
+
+    assert not step() and not step()
+    nn.init.normal_(norm.weight)
+    assert step()
+    assert len(trials) == 1
+
+
+def test_a_norm_that_nothing_proves_is_taken_on_trial(trials, monkeypatch):
+    monkeypatch.setattr(verification, "MAX_UNPROVEN", 3)
+    norm, last = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+    nn.init.zeros_(norm.weight)
+    are_recipes = []
+    for _ in range(6):
+        with recompute():
+            loss = last(norm(torch.randn(4, 8, 8, 8, requires_grad=True)))
+        are_recipes.append(loss.grad_fn._raw_saved_input.data.is_recipe)
+    assert are_recipes == [True] * 6
+    assert len(trials) == 1 and norms.batch_norm_affine in _C.recipes.chosen().values()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_group_norm_of_single_elements(dtype, device):
     """Whose variance is 0: with some eps all formulas give the bias."""
@@ -379,7 +425,7 @@ def test_group_norm_of_single_elements(dtype, device):
     x = torch.randn(2048, 2, 1, device=device).to(dtype)
     scale, weight, bias = ((torch.randn(2, device=device) * by).to(dtype).requires_grad_() for by in (1, 1, 1e-4))
     factor = torch.randn_like(x, requires_grad=True)
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         result = []
@@ -396,7 +442,7 @@ def test_a_bias_that_differs_between_steps():
     """That of the second half of the channels is another in each step."""
     torch.manual_seed(0)
     x, w = torch.randn(2, 16, 5, 5, requires_grad=True), torch.randn(2, 8, 1, 1, requires_grad=True)
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         result = []
@@ -454,7 +500,7 @@ UNDER_VMAP = {  # whose rules call the op without weight and bias, and apply tho
 
 
 def test_a_frozen_bias_beside_statistics_under_vmap(device):
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         torch.manual_seed(0)
@@ -474,7 +520,7 @@ def test_a_frozen_bias_beside_statistics_under_vmap(device):
 @pytest.mark.parametrize("batched", ["input", "all"])
 @pytest.mark.parametrize("norm", UNDER_VMAP)
 def test_a_frozen_bias_under_vmap(norm, batched, device):
-    _C.recipes.forget_chosen()
+    forget_choices()
     function, shape, dtype = UNDER_VMAP[norm]
     dims = (0, 0, 0) if batched == "all" else (0, None, None)
     vectors = (shape[0], 32) if batched == "all" else (32,)

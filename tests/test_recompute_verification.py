@@ -16,7 +16,7 @@ from activations_cuda.recipes import hook, programs, verification
 from activations_cuda.recipes.formulas import same
 from activations_cuda.recipes.rules import RULES, op
 from activations_cuda.recipes.step import Underivable
-from activations_cuda.recipes.verification import Candidates
+from activations_cuda.recipes.verification import Candidates, forget_choices
 from recomputing import Keep, Scope, assert_same, copying_hooks, gradients, same_with_scope, small_net, top_hooks
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -27,7 +27,7 @@ def test_first_uses_are_logged(monkeypatch):
     messages = []
     monkeypatch.setattr(hook.log, "info", lambda message, *arguments: messages.append(message % arguments))
     net, x = small_net()
-    _C.recipes.forget_chosen()
+    forget_choices()
     for _ in range(2):
         with recompute():
             loss = net(x).sum()
@@ -96,7 +96,7 @@ def test_sums_of_sums():
 def doctor(monkeypatch):
     """A rule whose formula gives something else as soon as the first of a list isn't 0."""
     wrong = [0.0]
-    _C.recipes.forget_chosen()
+    forget_choices()
     monkeypatch.setitem(RULES, "SiluBackward0", op(lambda x: F.silu(x) + wrong[0]))
     return wrong
 
@@ -159,14 +159,14 @@ def test_a_formula_that_raises_is_tried_once(error, uses, monkeypatch):
         raise error("not implemented")
 
     monkeypatch.setitem(RULES, "NegBackward0", op(formula, operands=(None,)))
-    _C.recipes.forget_chosen()
+    forget_choices()
     x = torch.randn(4, requires_grad=True)
     for _ in range(3):
         with recompute():
             loss = Keep.apply(-x).sum()
         loss.backward()
     assert len(calls) == uses
-    _C.recipes.forget_chosen()
+    forget_choices()
 
 
 def test_no_memory_for_a_trial_says_nothing_of_the_formula():
@@ -252,7 +252,7 @@ def test_what_a_handler_raises_while_a_recipe_is_verified(handler_of, place, err
             loss = net(x).square().mean()
         return gradients(net, loss)
 
-    _C.recipes.forget_chosen()
+    forget_choices()
     before = signal.signal(signal.SIGUSR1, handler_of(error))
     try:
         monkeypatch.setattr(verification, place, interrupted)
@@ -297,21 +297,21 @@ def test_an_argument_that_changes_makes_few_tables():
 def test_zeros_prove_no_rule(monkeypatch):
     """Nor does NaN: a wrong one is found out as soon as there are other numbers."""
     monkeypatch.setitem(RULES, "NegBackward0", op(lambda input: input * -1.5, operands=(None,)))
-    _C.recipes.forget_chosen()
+    forget_choices()
     w = torch.ones(64, requires_grad=True)
     for x in torch.zeros(64), torch.full((64,), math.nan), torch.randn(64):
         with recompute():
             loss = (-x.clone().requires_grad_() * w).sum()
         (grad,) = torch.autograd.grad(loss, w)
         assert_same(grad, -x)
-    _C.recipes.forget_chosen()
+    forget_choices()
 
 
 @pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh, torch.exp], ids=lambda function: function.__name__)
 def test_zeros_at_first_prove_no_function(function):
     """The CPU computes these otherwise in vectors than one by one, so that layouts count that nobody saves."""
     x, w = torch.randn(1001, 64, requires_grad=True), torch.randn(32, requires_grad=True)
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         result = []
@@ -328,7 +328,7 @@ def test_zeros_at_first_prove_no_function(function):
 def test_complex_numbers_in_a_layout_that_nobody_saves():
     """The CPU multiplies them differently in vectors than one by one."""
     phase = torch.polar(torch.ones(64, 96), torch.randn(64, 96))
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         w, gate = (torch.ones(*sizes, dtype=torch.cfloat, requires_grad=True) for sizes in ((96, 64), (64, 96)))
@@ -348,7 +348,7 @@ def test_complex_numbers_in_a_layout_that_nobody_saves():
 
 def test_rrelu_in_half_types_multiplies_by_what_it_does_not_save(device):
     batches = [torch.randn(128, 128).sign(), torch.randn(128, 128)]
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         torch.manual_seed(0)
@@ -367,7 +367,7 @@ def test_a_layout_that_nobody_saves(seed):
     torch.manual_seed(seed)
     conv, norm = nn.Conv2d(3, 13, 3), nn.LayerNorm(13)
     x, w = torch.randn(3, 3, 21, 23), torch.randn(13, requires_grad=True)
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         with scope():
@@ -386,7 +386,7 @@ def test_a_part_in_another_layout(hooks):
     eye, w = torch.eye(2 * columns, requires_grad=True), torch.randn(columns, requires_grad=True)
     batches = torch.randn(2, rows, 2 * columns)
     batches[0] = (batches[0] > 0) * 100  # of which any formula makes the same
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         result = []
@@ -408,7 +408,7 @@ def test_a_half_in_another_layout(hooks):
     torch.manual_seed(0)
     lin, w = nn.Linear(16, 2 * 2049).bfloat16(), torch.randn(2, 2049, requires_grad=True)
     batches = torch.randn(40, 2, 16).bfloat16()
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         result = []
@@ -437,7 +437,7 @@ def test_a_parameter_that_the_node_of_an_earlier_scope_has_saved():
 def test_what_a_failed_attempt_derived_is_not_proven():
     """A cast whose operand doesn't follow is its half copy: the comparison says nothing of what was found on the way."""
     x = torch.randn(16, 16, requires_grad=True).bfloat16()
-    _C.recipes.forget_chosen()
+    forget_choices()
     with recompute():
         y = (torch.neg(x) + x @ x).float()
         Keep.apply(y)
@@ -529,7 +529,7 @@ INTERMEDIATES = [
 def test_layouts_of_intermediates(intermediate, inplace):
     """On the CPU the bits of some ops depend on where in memory their operands' elements are."""
     scale = torch.randn(7, requires_grad=True)
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         result = []
@@ -554,7 +554,7 @@ def test_layouts_of_intermediates(intermediate, inplace):
 def test_an_op_in_place_with_a_wider_operand(name, dtypes, device):
     """Its result is rounded, which doesn't show as long as it is exact, as with a gate that is 0 or 1 at first."""
     narrow, wide = dtypes
-    _C.recipes.forget_chosen()
+    forget_choices()
 
     def run(scope):
         result = []

@@ -14,7 +14,7 @@ import activations_cuda
 from activations_cuda import _C
 from activations_cuda.recipes import norms, rules
 from activations_cuda.recipes.rules import RULES
-from activations_cuda.recipes.verification import is_identical
+from activations_cuda.recipes.verification import forget_choices, is_identical
 from recomputing import Keep, Scope, compare, same_with_scope
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -400,7 +400,7 @@ def test_a_norm_as_it_is_initialized_proves_no_formula(weight, dtype, monkeypatc
     def loss(model):
         return model(torch.randn(2, 3, 16, 16, dtype=dtype)).square().sum()
 
-    _C.recipes.forget_chosen()
+    forget_choices()
     compare(net, loss, steps=3)
     assert rule.formula.formulas[-1] in _C.recipes.chosen().values()
 

@@ -30,8 +30,12 @@ class NothingYet(Exception):
 @contextmanager
 def computing() -> Iterator[None]:
     """As an op's own forward runs: below autograd, autocast and ``__torch_function__``."""
-    no_tangents = forward_ad._set_fwd_grad_enabled(False)
-    with torch._C.DisableTorchFunction(), torch.no_grad(), no_tangents, torch._C._DisableAutocast():
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        forward_ad._set_fwd_grad_enabled(False),
+    ):
         yield
 
 

@@ -3,7 +3,8 @@
 Which formula an op has depends on device, dtype, layout and sizes. So each of these *configurations* is tried at its first use.
 The tensor at hand would prove little of a normalization: with a weight of one and a bias of zero, as all have them at first,
 many formulas agree, and half types hide most differences. So its formula is chosen by trials with other numbers. And a tensor
-of zeros, as behind a gate that begins closed, proves nothing: what gave it is compared again at its next use.
+of zeros, as behind a gate that begins closed, proves nothing, nor does a norm's if all of it is the bias: what gave it is
+compared again at its next use.
 """
 
 import logging
@@ -31,7 +32,8 @@ MAX_TRIALS = 64
 MAX_ELEMENTS_TRIED = 2**24
 MAX_TRIALS_TO_DECIDE = 1024
 ELEMENTS_COMPARED = 2**24  # at once
-# Comparisons that prove nothing, each of which waits for the device, before the tensor is saved instead.
+# Comparisons that prove nothing, each of which waits for the device, before the tensor is saved instead, or a norm's trials are
+# taken for proof.
 MAX_UNPROVEN = 1000
 
 
@@ -41,8 +43,8 @@ class Candidates:
 
     Attributes:
         formulas: one of which is to fit.
-        op: PyTorch's own, given (input, weight, bias, statistics, *arguments); returns the output and statistics of its own. Of
-            the given ones it reads the dtypes.
+        op: PyTorch's own, given (input, weight, bias, statistics, *arguments); returns the output and its own statistics. Of
+            those given it reads only the dtypes.
         closest: of (input, *statistics), the normalized element closest to 0 for each of the weight, in float64.
         on_cpu: the formulas there, if they are others. In small tensors of a half type several may agree but for infinities.
     """
@@ -138,11 +140,16 @@ def _tells(tensor):
     return bool(least != most) if tensor.numel() > 1 else bool(least != 0)
 
 
+def _computed(formula, fuses, operands, arguments, like):
+    """By the formula itself or by this package's kernel, which may have no program for it: then None."""
+    if not fuses:
+        return formula(*operands, *arguments)
+    return _C.recipes.fused(_C.recipes.recipe(like, formula, tuple(operands), arguments))
+
+
 def _fits(formula, fuses, operands, arguments, output):
     try:
-        if not fuses:
-            return is_identical(formula(*operands, *arguments), output)
-        found = _C.recipes.fused(_C.recipes.recipe(output, formula, operands, arguments))
+        found = _computed(formula, fuses, operands, arguments, output)
         return found is not None and is_identical(found, output)
     except RuntimeError as error:  # an op that isn't for this device or dtype
         if says_nothing(error) or is_of_handler(error):
@@ -213,7 +220,7 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
     """Choose formulas for the recipes that haven't been tried, of which `recipe` is the last, and compare with its tensor."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # comparing waits for the device
-    start = time.perf_counter()
+    start, firsts = time.perf_counter(), sum(each.configuration not in _unproven for each, _ in untried)
     try:
         with computing():
             return _verify(recipe, untried, tensor)
@@ -227,18 +234,17 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
         log.debug("recompute: %s: %s", recipe.source, error)
         return _refuse(recipe, tensor)
     finally:
-        _verified.count += len(untried)
+        _verified.count += firsts
         _verified.seconds += time.perf_counter() - start
 
 
 def _verify(recipe, untried, tensor):
     for each, formula in untried:
         if isinstance(formula, Candidates):
-            if each.configuration not in _chosen_by_trials:
-                # Not in a variable, so that what is computed here is freed before the recipe is.
-                operands = (value.tensor() if isinstance(value, _C.recipes.Value) else value for value in each.operands)
-                _chosen_by_trials[each.configuration] = formula.choose(*operands, *each.arguments)
-            each.formula, each.fuses = _chosen_by_trials[each.configuration]
+            found = _chosen_by_trials.get(each.configuration)
+            if found is None:
+                found = _chosen_by_trials[each.configuration] = formula.choose(*_tensors(each.operands), *each.arguments)
+            each.formula, each.fuses = found
             if each.formula is None:
                 return _refuse(each, tensor)
     if not is_identical(recipe.compute(), tensor):
@@ -246,20 +252,44 @@ def _verify(recipe, untried, tensor):
             each.fuses = False
         if not is_identical(recipe.compute(), tensor):
             return _refuse(recipe, tensor)
-    is_proof = _tells(tensor)
-    for each, _ in untried:
-        if is_proof:
-            _settle(each, each.formula, each.fuses)
-            continue
+    norms = [each for each, formula in untried if isinstance(formula, Candidates)]
+    is_proof = _tells(tensor) and all(map(_is_more_than_bias, norms))
+    for each, formula in untried:
         _unproven[each.configuration] += 1
-        if _unproven[each.configuration] > MAX_UNPROVEN:
+        if is_proof or (_unproven[each.configuration] > MAX_UNPROVEN and isinstance(formula, Candidates)):
+            _settle(each, each.formula, each.fuses)
+        elif _unproven[each.configuration] > MAX_UNPROVEN:
             return _refuse(each, tensor)
     return True
 
 
+def _tensors(operands):
+    """A generator, so that what is computed here is freed before its recipe is."""
+    return (each.tensor() if isinstance(each, _C.recipes.Value) else each for each in operands)
+
+
+def _is_more_than_bias(norm):
+    """Whether a norm's output depends on its formula: with a weight of 0, or an input that is its own mean, it doesn't."""
+    input, weight, *others = _tensors(norm.operands)
+    output = norm.compute()
+    if weight is None:
+        return _tells(output)
+    operands = input, torch.zeros_like(weight), *others
+    bias = _computed(norm.formula, norm.fuses, operands, norm.arguments, output)
+    return bias is None or not torch.equal(output, bias)
+
+
 def _settle(recipe, formula, fuses=False):
+    _unproven.pop(recipe.configuration, None)
     _chosen_by_trials.pop(recipe.configuration, None)
     _C.recipes.choose(recipe.configuration, formula, fuses)
+
+
+def forget_choices() -> None:
+    """As if no recipe had been verified, for tests."""
+    _unproven.clear()
+    _chosen_by_trials.clear()
+    _C.recipes.forget_choices()
 
 
 def _refuse(recipe, tensor):

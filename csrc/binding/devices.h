@@ -10,8 +10,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include <string>
-
 #include "../bits/activations.h"
 #include "../runtime.h"
 
@@ -37,13 +35,17 @@ struct Cuda {
   // Calls kernel(stream), which launches one on the current stream of the tensor's device.
   template <class Kernel>
   static void launch(const at::Tensor& on, const Kernel& kernel) {
-    const c10::DeviceGuard guard(on.device());
-    check(kernel(handle(current_stream(on.device()))));
+    if constexpr (kHasCuda) {  // or what the kernel refers to wouldn't be there
+      const c10::DeviceGuard guard(on.device());
+      check(kernel(handle(current_stream(on.device()))));
+    }
   }
 
   static bool is_capturing(at::Device device) {
     bool result = false;
-    check(cuda::is_capturing(handle(current_stream(device)), &result));
+    if constexpr (kHasCuda) {
+      check(cuda::is_capturing(handle(current_stream(device)), &result));
+    }
     return result;
   }
 
@@ -59,11 +61,15 @@ struct Cuda {
           ", got a build for those in activations_cuda.build_info() alone; build it again with TORCH_CUDA_ARCH_LIST=", major,
           ".", minor);
     }
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, error != cuda::kOutOfMemory, "activations_cuda: CUDA error: ", cuda::describe(error), " (",
+        cuda::name_of(error), ")");
     if (error != cuda::kSuccess) {
       throw c10::AcceleratorError(
           {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error,
-          std::string("activations_cuda: CUDA error: ") + cuda::describe(error) +
-              "\nAn earlier kernel may have raised it: CUDA_LAUNCH_BLOCKING=1 shows which.");
+          c10::str(
+              "activations_cuda: CUDA error: ", cuda::describe(error), " (", cuda::name_of(error),
+              "). It may be an earlier kernel's: CUDA_LAUNCH_BLOCKING=1 shows whose."));
     }
   }
 };
@@ -108,7 +114,7 @@ inline at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
 }
 
 inline bool is_capturing(at::Device device) {
-  return kHasCuda && device.is_cuda() && Cuda::is_capturing(device);
+  return device.is_cuda() && Cuda::is_capturing(device);
 }
 
 inline void synchronize(at::Device device) {

@@ -168,7 +168,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   if (recipe.depth == 0 || recipe.depth > kMaxDepth || recipe.roots.size() > kMaxRoots) {
     return false;
   }
-  // By its eps a norm of what hardly varies tells formulas apart or not.
+  // A norm's eps counts by its value: where the variance is next to nothing, it decides whether formulas differ.
   const bool is_norm = py::isinstance(recipe.formula, callbacks().candidates);
   const auto number_of_argument = is_norm                                ? number_of_value
                                   : facts_of(recipe.formula).is_movement ? number_of_position

@@ -122,7 +122,7 @@ void add_for_tests(py::module_& module) {
     }
     return result;
   });
-  module.def("forget_chosen", [] { chosen().clear(); });
+  module.def("forget_choices", [] { chosen().clear(); });
 }
 
 }  // namespace

@@ -1,4 +1,9 @@
-// The kernel, and how it is started.
+// The GPU's kernel. A thread computes a few vectors: of the same columns, where what is the same in all rows (a channel's
+// statistics in channels-last) is read once; otherwise of one row, or of any.
+//
+// It is compiled as an interpreter, which runs any program, and for forms: the instructions of common programs, known in
+// advance. On an H100 forms take 0.99 to 1.3 times the time in which a copy moves the same bytes, where rows end within vectors
+// 1.4 to 1.8 times; the interpreter takes 2 to 3 times, there 6 to 7.
 #pragma once
 
 #include <algorithm>
