@@ -139,7 +139,6 @@ folders = [Path(folder).resolve() for folder in os.environ.get("TORCH_FOLDERS", 
 forced_by = "TORCH_FOLDERS" if folders else "FORCE_CUDA" if flag("FORCE_CUDA") else None
 if reason and forced_by:
     sys.exit("activations-cuda: {} is set, but {}: {}".format(forced_by, *reason))
-cuda = None if reason else release_of(toolkit)
 installed = Path(torch.__file__).parent
 # Folders of torch, by version.
 torches = {version_in(folder): folder for folder in folders} or {str(torch.__version__): installed}
@@ -147,6 +146,7 @@ torches = {version_in(folder): folder for folder in folders} or {str(torch.__ver
 for version in torches:
     if minor(version) < OLDEST and "sdist" not in sys.argv:
         sys.exit("activations-cuda: expected torch {}.{} or newer, got {}".format(*OLDEST, version))
+cuda = None if reason else release_of(toolkit)
 if reason:
     print("activations-cuda: building for the CPU only: {}".format(*reason))
 else:
