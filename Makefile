@@ -90,7 +90,7 @@ TAG := $(shell $(PYTHON) -c "import sys; print(sys.implementation.cache_tag)")
 DIST = dist/*-$(subst cpython-,cp,$(TAG))-*
 FOR_WHEEL = build/wheel-$(TAG)
 READY = $(FOR_WHEEL)/ready-$(lastword $(TORCHES))
-FROM_TORCH = --exclude "libc10*" --exclude "libtorch*"
+FROM_TORCH = --exclude "libc10*" --exclude "libtorch*" --exclude "libcudart*"
 colons = $(subst $(eval) ,:,$(1))
 wheel: $(READY) $(TORCHES:%=$(FOR_WHEEL)/%)
 	rm -rf $(FOR_WHEEL)/new $(DIST) build/lib* build/bdist*

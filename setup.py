@@ -257,11 +257,8 @@ def extension(name, sources, root, libraries=(), library_dirs=(), link_args=()):
 def kernels(name):
     if name == "libfastact_cpu":
         return extension(name, "csrc/*/cpu/*.cpp", installed)
-    # With the runtime inside: the binding also serves builds of torch that bring none.
-    runtime = ["cudart_static", "dl", "pthread", "rt"]
-    hidden = ["-Wl,--exclude-libs,libcudart_static.a"]
     folders = [toolkit / "lib64", toolkit / "lib", *toolkit.glob("targets/*/lib")]
-    return extension(name, "csrc/**/*.cu", installed, runtime, folders, hidden)
+    return extension(name, "csrc/**/*.cu", installed, ["cudart"], folders)
 
 
 def binding(version, root):
@@ -271,7 +268,8 @@ def binding(version, root):
         root,
         ["c10", "torch", "torch_cpu", "torch_python"],
         [root / "lib"],
-        ["-Wl,-rpath,$ORIGIN/..", *(f"-l:{name}.so" for name in KERNELS), *(["-fopenmp"] if is_clang() else [])],
+        # Not libfastact_cuda, which builds of torch without CUDA can't load: see csrc/runtime.h.
+        ["-Wl,-rpath,$ORIGIN/..", "-l:libfastact_cpu.so", *(["-fopenmp"] if is_clang() else [])],
     )
 
 

@@ -1,5 +1,6 @@
 """Loads the binding that was compiled for this torch, which registers the ops."""
 
+import ctypes
 import re
 import warnings
 from pathlib import Path
@@ -62,6 +63,10 @@ def check_gpus() -> None:
 
 _folder = find_binding(torch.__version__, torch.version.cuda, torch.version.hip)
 check_gpus()
+
+if _build.cuda is not None and torch.version.cuda is not None:
+    # For the binding, which isn't linked to it, to find.
+    ctypes.CDLL(str(Path(__file__).with_name("libfastact_cuda.so")), mode=ctypes.RTLD_GLOBAL)
 
 # Each is activations_cuda._C, in a folder of its own; first, or what an older build left in the package would be found.
 activations_cuda.__path__.insert(0, str(Path(__file__).with_name(_folder)))

@@ -1,6 +1,9 @@
-// What the binding asks of the CUDA runtime, without the runtime's headers. Only the kernels' library is linked to it, and has
-// it inside, so one binding serves PyTorch's builds with and without CUDA.
+// What the binding asks of the CUDA runtime, without the runtime's headers; and how it refers to the kernels for CUDA. It isn't
+// linked to their library, which needs the runtime, so that it serves PyTorch's builds with and without CUDA: activations_cuda
+// loads that library first where torch has CUDA. Elsewhere these functions are null, and no tensor leads to them.
 #pragma once
+
+#define FASTACT_WEAK __attribute__((weak))
 
 struct CUstream_st;
 
@@ -13,13 +16,13 @@ constexpr Error kSuccess = 0, kOutOfMemory = 2, kNoKernelImage = 209;
 
 #pragma GCC visibility push(default)
 
-const char* name_of(Error error);
-const char* describe(Error error);
+FASTACT_WEAK const char* name_of(Error error);
+FASTACT_WEAK const char* describe(Error error);
 
-Error is_capturing(Stream stream, bool* result);
+FASTACT_WEAK Error is_capturing(Stream stream, bool* result);
 
 // Of the current device.
-Error compute_capability(int* major, int* minor);
+FASTACT_WEAK Error compute_capability(int* major, int* minor);
 
 #pragma GCC visibility pop
 

@@ -1,5 +1,6 @@
 """How the package is built, installed and loaded."""
 
+import ctypes
 import re
 import shutil
 import sys
@@ -112,15 +113,25 @@ def test_what_an_older_build_left_is_not_found(tmp_path):
 
 def test_a_binding_loads_the_kernels_that_it_has():
     mapped = set(re.findall(r"libfastact_\w+", Path("/proc/self/maps").read_text()))
-    assert mapped == {"libfastact_cpu"} | ({"libfastact_cuda"} if _build.cuda else set())
+    assert mapped == {"libfastact_cpu"} | ({"libfastact_cuda"} if _build.cuda and torch.version.cuda else set())
 
 
 @pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
 def test_the_binding_needs_no_library_of_cudas():
-    """But its kernels', which have the runtime inside: so it serves builds of torch without CUDA."""
+    """So it serves builds of torch without CUDA."""
     needed = run("readelf", "--dynamic", _C.__file__).stdout
-    assert ("libfastact_cuda" in needed) == (_build.cuda is not None)
-    assert "libtorch_cpu" in needed and not re.search("cudart|torch_cuda|c10_cuda", needed)
+    assert "libtorch_cpu" in needed and not re.search("cudart|torch_cuda|c10_cuda|fastact_cuda", needed)
+
+
+@pytest.mark.skipif(_build.cuda is None, reason="needs a CUDA build")
+def test_the_binding_finds_the_kernels_for_cuda():
+    """All that it refers to, where torch has CUDA, and nothing elsewhere."""
+    names = run("nm", "--dynamic", "--undefined-only", _C.__file__).stdout.split()
+    names = [name for name in names if "fastact4cuda" in name]
+    library = ctypes.CDLL(str(Path(_load.__file__).with_name("libfastact_cuda.so"))) if torch.version.cuda else None
+    assert len(names) >= 10
+    assert all(hasattr(library, name) for name in names) or library is None
+    assert all(hasattr(ctypes.CDLL(None), name) for name in names) == (library is not None)
 
 
 def setup(command="--name", torch_is="torch.version.cuda = torch.version.cuda or '13.0'", **environment):

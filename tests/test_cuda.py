@@ -115,7 +115,7 @@ assert torch.equal(x.grad, (x.abs() < 1).float())
 
 @pytest.mark.parametrize("where", FIRST_CALLS)
 def test_the_first_call_of_a_process(where):
-    """The kernels have a CUDA runtime of their own, which starts with it."""
+    """When their module is loaded."""
     imports = "from concurrent.futures import ThreadPoolExecutor", "import torch", "import torch.nn.functional as F"
     program = "\n".join([*imports, "import activations_cuda as fastact", FIRST_CALLS[where]])
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)

@@ -47,14 +47,14 @@ void backward(
 namespace cuda {
 
 // As the CPU's for all `n` elements, at least 1, queued on `stream` of the current device.
-Error forward(
+FASTACT_WEAK Error forward(
     Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y, uint8_t* mask, int64_t n,
     Stream stream);
 
-Error backward(
+FASTACT_WEAK Error backward(
     Dtype dtype, const void* grad, Rows rows, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
     Stream stream);
-Error backward(
+FASTACT_WEAK Error backward(
     Dtype dtype, const void* grad, const Walk& walk, const uint8_t* mask, void* y, double inside, double outside, int64_t n,
     Stream stream);
 

@@ -43,23 +43,23 @@ void decode(
 namespace cuda {
 
 // y = outputs[x]. `y` may have any alignment, and may be `x`.
-Error look_up(const uint16_t* outputs, const uint16_t* x, Rows rows, uint16_t* y, int64_t n, Stream stream);
+FASTACT_WEAK Error look_up(const uint16_t* outputs, const uint16_t* x, Rows rows, uint16_t* y, int64_t n, Stream stream);
 
 // The same with a code. An entry holds an output in its lower half and the input's number in its upper: with one group a thread
 // these take 321 us for 2^28 elements in bfloat16 on an H200, the outputs alone 262 us, both tables 348 us.
-Error encode(
-    const uint32_t* entries, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int bits, int64_t n, Stream stream);
+FASTACT_WEAK Error
+encode(const uint32_t* entries, const uint16_t* x, Rows rows, uint16_t* y, uint8_t* code, int bits, int64_t n, Stream stream);
 
-Error decode(
-    ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, Stream stream);
+FASTACT_WEAK Error
+decode(ByNumber<uint16_t> inputs, const uint16_t* y, const uint8_t* code, int bits, uint16_t* x, int64_t n, Stream stream);
 
 // grad times the input's factors, in float16 or bfloat16. An input has one factor, or two that lie next to each other and are
 // multiplied one after the other; -0 stands for PyTorch's selecting +0, whatever the gradient. grad and y may have
 // any alignment; with a walk, of which y and code are the mask, grad lies as that says.
-Error scale(
+FASTACT_WEAK Error scale(
     Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const uint16_t* y, const uint8_t* code, int bits,
     void* to, int64_t n, Stream stream);
-Error scale(
+FASTACT_WEAK Error scale(
     Dtype dtype, ByNumber<float> slopes, int factors, const void* grad, const Walk& walk, const uint16_t* y,
     const uint8_t* code, int bits, void* to, int64_t n, Stream stream);
 

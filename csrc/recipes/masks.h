@@ -20,8 +20,8 @@ void unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, int64_t begin, 
 namespace cuda {
 
 // All, queued on `stream` of the current device. Bools are aligned to 8 bytes.
-Error pack_mask(const uint8_t* bools, uint8_t* bits, int64_t n, Stream stream);
-Error unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, Stream stream);
+FASTACT_WEAK Error pack_mask(const uint8_t* bools, uint8_t* bits, int64_t n, Stream stream);
+FASTACT_WEAK Error unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, Stream stream);
 
 }  // namespace cuda
 

@@ -117,7 +117,7 @@ void run(const Program& program, int64_t begin, int64_t end);
 namespace cuda {
 
 // Computes all, queued on `stream` of the current device.
-Error run(const Program& program, Stream stream);
+FASTACT_WEAK Error run(const Program& program, Stream stream);
 
 }  // namespace cuda
 
