@@ -256,9 +256,10 @@ def _verify(recipe, untried, tensor):
     is_proof = _tells(tensor) and all(map(_is_more_than_bias, norms))
     for each, formula in untried:
         _unproven[each.configuration] += 1
-        if is_proof or (_unproven[each.configuration] > MAX_UNPROVEN and isinstance(formula, Candidates)):
+        is_overdue = _unproven[each.configuration] > MAX_UNPROVEN
+        if is_proof or (is_overdue and isinstance(formula, Candidates)):
             _settle(each, each.formula, each.fuses)
-        elif _unproven[each.configuration] > MAX_UNPROVEN:
+        elif is_overdue:
             return _refuse(each, tensor)
     return True
 

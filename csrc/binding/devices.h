@@ -35,17 +35,13 @@ struct Cuda {
   // Calls kernel(stream), which launches one on the current stream of the tensor's device.
   template <class Kernel>
   static void launch(const at::Tensor& on, const Kernel& kernel) {
-    if constexpr (kHasCuda) {  // or what the kernel refers to wouldn't be there
-      const c10::DeviceGuard guard(on.device());
-      check(kernel(handle(current_stream(on.device()))));
-    }
+    const c10::DeviceGuard guard(on.device());
+    check(kernel(handle(current_stream(on.device()))));
   }
 
   static bool is_capturing(at::Device device) {
     bool result = false;
-    if constexpr (kHasCuda) {
-      check(cuda::is_capturing(handle(current_stream(device)), &result));
-    }
+    check(cuda::is_capturing(handle(current_stream(device)), &result));
     return result;
   }
 
@@ -114,7 +110,7 @@ inline at::Tensor empty(const at::Tensor& like, at::MemoryFormat format) {
 }
 
 inline bool is_capturing(at::Device device) {
-  return device.is_cuda() && Cuda::is_capturing(device);
+  return kHasCuda && device.is_cuda() && Cuda::is_capturing(device);
 }
 
 inline void synchronize(at::Device device) {
