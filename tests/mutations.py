@@ -62,7 +62,7 @@ ACTIVATIONS = "csrc/bits/activations.h"
 STRIDES = "csrc/binding/strides.h"
 ARGUMENTS = "csrc/binding/bits/arguments.h"
 AUTOGRAD = "csrc/binding/bits/autograd.cpp"
-MASK = "csrc/bits/mask.h"
+MASK = "csrc/mask.h"
 LAUNCH = "csrc/binding/bits/launch.h"
 DEVICES = "csrc/binding/devices.h"
 CPU_BLOCK = "csrc/bits/cpu/block.h"
@@ -138,10 +138,10 @@ ON = {
         Mutant("rows without their pitch", CPU_BLOCK, "row * rows.pitch + column", "row * rows.length + column"),
         Mutant("a walk that doesn't go back", CPU_BACKWARD, "      offset -= at[dim] * walk.grad[dim];\n", ""),
         Mutant("a walk in steps of one", CPU_BACKWARD, "grad[offset + k * walk.grad[0]]", "grad[offset + k]"),
-        Mutant("the last block is left out", LAUNCH, "(n + cpu::kBlock - 1) / cpu::kBlock", "n / cpu::kBlock"),
-        Mutant("a thread begins one late", LAUNCH, "kernel(first * cpu::kBlock,", "kernel(first * cpu::kBlock + (first > 0),"),
+        Mutant("the last block is left out", DEVICES, "(n + unit - 1) / unit", "n / unit"),
+        Mutant("a thread begins one late", DEVICES, "kernel(first * unit,", "kernel(first * unit + (first > 0),"),
         Mutant("an input of its neighbor's number", CPU_LOOKUP, "of_group.get(i)", "of_group.get(0)"),
-        Mutant("the tail is not decoded", CPU_LOOKUP, "i < n; ++i) {\n        x[", "i + 1 < n; ++i) {\n        x["),
+        Mutant("the tail is not decoded", CPU_LOOKUP, "i < end; ++i) {\n        x[", "i + 1 < end; ++i) {\n        x["),
         Mutant("hardsigmoid: a sixth as on CUDA", ACTIVATIONS, "return x / T(6);", "return x * T(1.0f / 6.0f);"),
     ],
     "cuda": [
@@ -341,7 +341,7 @@ RECOMPUTE = [
         "const auto wanted = has_strides ? strides_of() : std::nullopt;",
     ),
     Mutant("a view of other data", HOOK, " || !tensor.is_alias_of(base)", ""),
-    Mutant("bools of one bit", "csrc/recipes/cpu/masks.cpp", "(bools[byte * 8 + i] != 0) << i", "bools[byte * 8 + i] << i"),
+    Mutant("bools of one bit", CPU_MASKS, "(bools[first + i] != 0) << i", "bools[first + i] << i"),
     Mutant("a layout that nobody knows", DERIVATION, "is_cpu() && depends_on_layout(recipe) &&", "is_cpu() && false &&"),
     Mutant("other bits of a program", RECIPES + "verification.py", "each.fuses = False", "each.fuses = True"),
     Mutant("shift contracted as in affine", INSTRUCTIONS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),
@@ -351,14 +351,9 @@ RECOMPUTE = [
     Mutant("dimensions joined for the output alone", FUSION, "continues = strides[k + 1][dim] ==", "continues = true ||"),
     Mutant("a group's statistics for all", FUSION, "geometry.strides[k + 1][1] = leaves_[k].tensor.stride(1);", ""),
     Mutant("subnormals that are flushed", FUSION, "root_->device->is_cpu() && flushes_subnormals()", "false"),
-    Mutant("bits in the other order", CPU_PROGRAM, "[offset / 8] >> (offset % 8) & 1", "[offset / 8] >> (7 - offset % 8) & 1"),
+    Mutant("bits in the other order", CPU_PROGRAM, ">> (offset % kMaskBits) & 1", ">> (7 - offset % kMaskBits) & 1"),
     Mutant("a row's end is not seen", CPU_PROGRAM, "std::min(end - at, program.size[0] - coordinate[0])", "end - at"),
-    Mutant(
-        "the last bools are not packed",
-        CPU_MASKS,
-        "std::min<int64_t>(8, n - byte * 8); ++i) {\n      packed",
-        "8; ++i) {\n      packed",
-    ),
+    Mutant("the last bools are not packed", CPU_MASKS, "std::min<int64_t>(kMaskBits, end - first)", "kMaskBits"),
     Mutant("a mask that was written to", PACKED_MASKS, "value_of(value).stands_for(owner)", "true"),
     Mutant("hooks give back what was written to", COMPUTING, "check_version(version_given_back, result.toString());", ""),
     Mutant("a mask by its memory alone", PACKED_MASKS, "!is_same_counter(*value_of(value).replaced, counter)", "false"),

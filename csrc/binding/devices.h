@@ -1,7 +1,9 @@
-// What knows a device's allocator and its streams.
+// What knows a device's allocator, its streams and its threads.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>  // GRAIN_SIZE
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty_like.h>
@@ -9,6 +11,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+
+#include <algorithm>
 
 #include "../bits/activations.h"
 #include "../runtime.h"
@@ -27,6 +31,14 @@ inline c10::Stream current_stream(at::Device device) {
 
 struct Cpu {
   static constexpr Device device = Device::cpu;
+
+  // Calls kernel(begin, end) in several threads, for ranges of n elements that begin at multiples of `unit`.
+  template <class Kernel>
+  static void launch(int64_t n, int64_t unit, const Kernel& kernel) {
+    at::parallel_for(0, (n + unit - 1) / unit, at::internal::GRAIN_SIZE / unit, [&](int64_t first, int64_t last) {
+      kernel(first * unit, std::min(n, last * unit));
+    });
+  }
 };
 
 struct Cuda {

@@ -1,6 +1,6 @@
 // What the kernels offer to the binding: for each device, one forward kernel for the whole family and one backward kernel.
-// Both walk the output in memory order, take any alignment and may run in place. Backward has a second form, for a gradient or
-// a mask in another order.
+// Both walk the output in memory order, take any alignment and may run in place. A mask's bit says whether the element is inside
+// the linear piece. Backward has a second form, for a gradient or a mask in another order.
 //
 // Each device's kernels are a library of their own, which serves the bindings of all releases of PyTorch: no type of PyTorch's
 // appears in this interface.
@@ -23,7 +23,7 @@ enum class Formula {
 
 namespace cpu {
 
-// A range of elements that a kernel is called for must begin at a multiple of this, so that no two threads share a mask byte.
+// A range of elements that a kernel is called for begins at a multiple of this, so that no two threads share a mask byte.
 // It is also how many are buffered at a time (2^18 float16 elements, forward: 32 us, and 41 us with 512 or 256; other
 // dtypes show no difference).
 constexpr int64_t kBlock = 1024;

@@ -30,7 +30,7 @@ struct ByNumber {
 
 namespace cpu {
 
-// Writes each input's number as a code, for the groups from `begin` up to `end`.
+// Writes each input's number as a code, for the elements from `begin`, a multiple of kGroup, up to `end`.
 void encode(const uint16_t* numbers, const uint16_t* x, uint8_t* code, int bits, int64_t n, int64_t begin, int64_t end);
 
 // The inputs again.

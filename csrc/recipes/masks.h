@@ -1,4 +1,4 @@
-// Masks of bools, each a byte, true unless it is 0, as bits: the first of eight elements is the lowest.
+// Masks of bools, each a byte, true unless it is 0, as bits (../mask.h).
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@ namespace fastact {
 
 namespace cpu {
 
-// Of the bytes of bits from `begin` up to `end`; there are `n` bools.
-void pack_mask(const uint8_t* bools, uint8_t* bits, int64_t n, int64_t begin, int64_t end);
-void unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, int64_t begin, int64_t end);
+// Of the elements from `begin`, a multiple of kMaskBits, up to `end`.
+void pack_mask(const uint8_t* bools, uint8_t* bits, int64_t begin, int64_t end);
+void unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t begin, int64_t end);
 
 }  // namespace cpu
 

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "../../bits/activations.h"
-#include "../../bits/mask.h"
+#include "../../mask.h"
 #include "../dtypes.h"
 #include "../family.h"
 #include "../find.h"

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "../../bits/activations.h"
-#include "../../bits/mask.h"
+#include "../../mask.h"
 #include "../family.h"
 
 namespace fastact {

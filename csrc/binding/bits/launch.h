@@ -3,35 +3,26 @@
 #pragma once
 
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <tuple>
 #include <utility>
 
 #include "../../bits/activations.h"
 #include "../../bits/kernels.h"
-#include "../../bits/mask.h"
+#include "../../mask.h"
 #include "../devices.h"
 #include "../dtypes.h"
 #include "../strides.h"
 
 namespace fastact {
 
-// Calls kernel(begin, end) for ranges that begin where the kernels may begin.
-template <class Kernel>
-void parallel(int64_t n, const Kernel& kernel) {
-  const int64_t blocks = (n + cpu::kBlock - 1) / cpu::kBlock;
-  at::parallel_for(0, blocks, at::internal::GRAIN_SIZE / cpu::kBlock, [&](int64_t first, int64_t last) {
-    kernel(first * cpu::kBlock, std::min(n, last * cpu::kBlock));
-  });
-}
-
 inline void run_forward(
     Cpu, const at::Tensor&, Formula formula, Dtype dtype, const void* activation, const void* x, Rows rows, void* y,
     uint8_t* mask, int64_t n) {
-  parallel(n, [=](int64_t begin, int64_t end) { cpu::forward(formula, dtype, activation, x, rows, y, mask, begin, end); });
+  Cpu::launch(n, cpu::kBlock, [=](int64_t begin, int64_t end) {
+    cpu::forward(formula, dtype, activation, x, rows, y, mask, begin, end);
+  });
 }
 
 // `Where` is Rows or Walk.
@@ -39,7 +30,9 @@ template <class Where>
 void run_backward(
     Cpu, const at::Tensor&, Dtype dtype, const void* grad, const Where& where, const uint8_t* mask, void* y, double inside,
     double outside, int64_t n) {
-  parallel(n, [&](int64_t begin, int64_t end) { cpu::backward(dtype, grad, where, mask, y, inside, outside, begin, end); });
+  Cpu::launch(n, cpu::kBlock, [&](int64_t begin, int64_t end) {
+    cpu::backward(dtype, grad, where, mask, y, inside, outside, begin, end);
+  });
 }
 
 inline void run_forward(

@@ -1,7 +1,6 @@
 #include "launch.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 
@@ -35,11 +34,6 @@ Tensor empty_code(const Tensor& like, int bits) {
   return empty_bytes(like, code_bytes(like.numel(), bits));
 }
 
-template <class Range>
-void parallel(const Tensor& tensor, const Range& range) {
-  at::parallel_for(0, groups_of(tensor.numel()), at::internal::GRAIN_SIZE / kGroup, range);
-}
-
 // Writes output and code where they are dense.
 void encode_into(const Tables& tables, const Tensor& self, const Tensor& output, const Tensor& code) {
   if (output.numel() == 0) {
@@ -60,7 +54,9 @@ void encode_into(const Tables& tables, const Tensor& self, const Tensor& output,
   const Tensor dense = agree(self.sizes(), self.strides(), output.strides()) ? self : at::empty_like(output).copy_(self);
   const uint16_t *numbers = patterns(tables.entries), *x = patterns(dense);
   auto* bytes = code.mutable_data_ptr<uint8_t>();
-  parallel(dense, [&](int64_t begin, int64_t end) { cpu::encode(numbers, x, bytes, tables.bits, dense.numel(), begin, end); });
+  Cpu::launch(dense.numel(), kGroup, [&](int64_t begin, int64_t end) {
+    cpu::encode(numbers, x, bytes, tables.bits, dense.numel(), begin, end);
+  });
 }
 
 }  // namespace
@@ -130,8 +126,9 @@ Tensor decode(const Tables& tables, const Tensor& output, const Tensor& saved_co
         output, [&](cuda::Stream stream) { return cuda::decode(inputs, y, bytes, tables.bits, x, output.numel(), stream); });
     return input;
   }
-  parallel(
-      output, [&](int64_t begin, int64_t end) { cpu::decode(inputs, y, bytes, tables.bits, x, output.numel(), begin, end); });
+  Cpu::launch(output.numel(), kGroup, [&](int64_t begin, int64_t end) {
+    cpu::decode(inputs, y, bytes, tables.bits, x, output.numel(), begin, end);
+  });
   return input;
 }
 

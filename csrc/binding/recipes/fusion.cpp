@@ -1,7 +1,6 @@
 #include "fusion.h"
 
 #include <ATen/ExpandUtils.h>
-#include <ATen/Parallel.h>
 #include <ATen/WrapDimUtils.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -387,8 +386,7 @@ void launch(const Program& program, const at::Tensor& output) {
     Cuda::launch(output, [&](cuda::Stream stream) { return cuda::run(program, stream); });
     return;
   }
-  at::parallel_for(
-      0, output.numel(), at::internal::GRAIN_SIZE, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
+  Cpu::launch(output.numel(), 1, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
 }
 
 // An operand of a program that counts in other sizes than its reader's, as one of those sizes.

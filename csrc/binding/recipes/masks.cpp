@@ -1,7 +1,5 @@
 #include "masks.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/TensorIterator.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -9,6 +7,7 @@
 #include <iterator>
 #include <unordered_map>
 
+#include "../../mask.h"
 #include "../../recipes/masks.h"
 #include "../devices.h"
 #include "../dispatch.h"
@@ -17,12 +16,6 @@
 
 namespace fastact::recipes {
 namespace {
-
-// Runs a kernel of the CPU on ranges of bytes of bits.
-template <class Kernel>
-void parallel(int64_t n, const Kernel& kernel) {
-  at::parallel_for(0, (n + 7) / 8, at::internal::GRAIN_SIZE / 8, kernel);
-}
 
 // A mask that was packed: weak references to its memory, since a tensor with weak references can't be swapped, to its value and
 // to the hook.
@@ -53,14 +46,14 @@ auto& packed() {
 
 at::Tensor pack_mask(const at::Tensor& mask) {
   const int64_t n = mask.numel();
-  at::Tensor bits = empty_bytes(mask, (n + 7) / 8);
+  at::Tensor bits = empty_bytes(mask, mask_bytes(n));
   const auto* from = reinterpret_cast<const uint8_t*>(mask.const_data_ptr<bool>());
   auto* to = bits.mutable_data_ptr<uint8_t>();
   if (kHasCuda && mask.is_cuda()) {
     Cuda::launch(mask, [&](cuda::Stream stream) { return cuda::pack_mask(from, to, n, stream); });
     return bits;
   }
-  parallel(n, [&](int64_t begin, int64_t end) { cpu::pack_mask(from, to, n, begin, end); });
+  Cpu::launch(n, kMaskBits, [&](int64_t begin, int64_t end) { cpu::pack_mask(from, to, begin, end); });
   return bits;
 }
 
@@ -76,7 +69,7 @@ at::Tensor unpack_mask(const at::Tensor& bits, at::IntArrayRef sizes, at::IntArr
     Cuda::launch(bits, [&](cuda::Stream stream) { return cuda::unpack_mask(from, to, n, stream); });
     return mask;
   }
-  parallel(n, [&](int64_t begin, int64_t end) { cpu::unpack_mask(from, to, n, begin, end); });
+  Cpu::launch(n, kMaskBits, [&](int64_t begin, int64_t end) { cpu::unpack_mask(from, to, begin, end); });
   return mask;
 }
 
@@ -109,7 +102,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
   }
   if (value.is_none()) {
     const at::NoGradGuard no_grad;
-    const at::Tensor bits = is_dry_run(hook) ? owner.new_empty({(numel + 7) / 8}, at::kByte) : pack_mask(owner);
+    const at::Tensor bits = is_dry_run(hook) ? owner.new_empty({mask_bytes(numel)}, at::kByte) : pack_mask(owner);
     const py::object kept = keep(bits, py::none(), outer);
     value = recipe_of(ConfigurationOf::mask, "bits", formulas().unpack_mask, kept, py::tuple(), owner);
     if (!outer.is_none()) {

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../../mask.h"
 #include "../../typed.h"
 #include "../formula.h"
 #include "../kernels.h"
-#include "../mask.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

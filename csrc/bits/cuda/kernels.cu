@@ -1,8 +1,8 @@
 // The GPU's kernels: a thread loads one 16-byte vector, computes, and stores one. Only where a tensor is small it does two.
 #include "../../access.cuh"
+#include "../../mask.h"
 #include "../../typed.h"
 #include "../formula.h"
-#include "../mask.h"
 
 namespace fastact::cuda {
 namespace {

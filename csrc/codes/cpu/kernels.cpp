@@ -9,13 +9,12 @@ namespace fastact::cpu {
 void encode(const uint16_t* numbers, const uint16_t* x, uint8_t* code, int bits, int64_t n, int64_t begin, int64_t end) {
   const int64_t groups = groups_of(n);
   with_bits(bits, [&](auto constant) {
-    for (int64_t group = begin; group < end; ++group) {
+    for (int64_t first = begin; first < end; first += kGroup) {
       Numbers<constant.value> of_group;
-      const int64_t first = group * kGroup;
-      for (int i = 0; i < kGroup && first + i < n; ++i) {
+      for (int i = 0; i < kGroup && first + i < end; ++i) {
         of_group.set(i, numbers[x[first + i]]);
       }
-      of_group.store(code, group, groups);
+      of_group.store(code, first / kGroup, groups);
     }
   });
 }
@@ -25,10 +24,9 @@ void decode(
     int64_t end) {
   const int64_t groups = groups_of(n);
   with_bits(bits, [&](auto constant) {
-    for (int64_t group = begin; group < end; ++group) {
-      const Numbers<constant.value> of_group(code, group, groups);
-      const int64_t first = group * kGroup;
-      for (int i = 0; i < kGroup && first + i < n; ++i) {
+    for (int64_t first = begin; first < end; first += kGroup) {
+      const Numbers<constant.value> of_group(code, first / kGroup, groups);
+      for (int i = 0; i < kGroup && first + i < end; ++i) {
         x[first + i] = inputs.list[inputs.first[y[first + i]] + of_group.get(i)];
       }
     }

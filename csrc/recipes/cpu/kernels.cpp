@@ -1,6 +1,7 @@
 // The CPU's kernel: each instruction for a block of elements.
 #include <algorithm>
 
+#include "../../mask.h"
 #include "../instructions.h"
 
 namespace fastact::cpu {
@@ -32,7 +33,8 @@ void load(const Program& program, const Program::Operand& operand, int64_t begin
     const int64_t stride = operand.stride[0];
     if (operand.element == Element::bit) {
       for (int64_t i = 0; i < length; ++i, offset += stride) {
-        to[into + i] = static_cast<float>(static_cast<const uint8_t*>(operand.data)[offset / 8] >> (offset % 8) & 1);
+        to[into + i] =
+            static_cast<float>(static_cast<const uint8_t*>(operand.data)[offset / kMaskBits] >> (offset % kMaskBits) & 1);
       }
       return;
     }

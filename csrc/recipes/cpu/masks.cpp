@@ -2,23 +2,23 @@
 
 #include <algorithm>
 
+#include "../../mask.h"
+
 namespace fastact::cpu {
 
-void pack_mask(const uint8_t* bools, uint8_t* bits, int64_t n, int64_t begin, int64_t end) {
-  for (int64_t byte = begin; byte < end; ++byte) {
+void pack_mask(const uint8_t* bools, uint8_t* bits, int64_t begin, int64_t end) {
+  for (int64_t first = begin; first < end; first += kMaskBits) {
     uint8_t packed = 0;
-    for (int64_t i = 0; i < std::min<int64_t>(8, n - byte * 8); ++i) {
-      packed |= static_cast<uint8_t>((bools[byte * 8 + i] != 0) << i);
+    for (int64_t i = 0; i < std::min<int64_t>(kMaskBits, end - first); ++i) {
+      packed |= static_cast<uint8_t>((bools[first + i] != 0) << i);
     }
-    bits[byte] = packed;
+    bits[first / kMaskBits] = packed;
   }
 }
 
-void unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, int64_t begin, int64_t end) {
-  for (int64_t byte = begin; byte < end; ++byte) {
-    for (int64_t i = 0; i < std::min<int64_t>(8, n - byte * 8); ++i) {
-      bools[byte * 8 + i] = bits[byte] >> i & 1;
-    }
+void unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    bools[i] = bits[i / kMaskBits] >> (i % kMaskBits) & 1;
   }
 }
 

@@ -48,7 +48,7 @@ bool is_in_vectors(const Program& program, int n) {
     const auto& operand = program.operand[k];
     bool fits = operand.stride[0] == 0 || (operand.stride[0] == 1 && is_aligned(operand.data, operand.element, n));
     for (int dim = 1; dim < program.dims && operand.stride[0] != 0; ++dim) {
-      fits &= operand.stride[dim] % (operand.element == Element::bit ? 8 : n) == 0;
+      fits &= operand.stride[dim] % (operand.element == Element::bit ? kMaskBits : n) == 0;
     }
     if (!fits) {
       return false;

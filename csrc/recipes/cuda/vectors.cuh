@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "../../mask.h"
 #include "../instructions.h"
 
 namespace fastact::cuda {
@@ -74,7 +75,7 @@ __device__ void move(const void* from, void* to) {
 template <class T, int n>
 __device__ void load(const void* data, Element element, bool is_one, int64_t offset, float (&to)[n]) {
   if (element == Element::bit) {
-    const unsigned int byte = static_cast<const uint8_t*>(data)[offset / 8] >> (offset % 8);
+    const unsigned int byte = static_cast<const uint8_t*>(data)[offset / kMaskBits] >> (offset % kMaskBits);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       to[i] = static_cast<float>(byte >> i & 1);

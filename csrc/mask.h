@@ -1,6 +1,5 @@
-// The mask's layout: bit i % 8, least significant first, of byte i / 8 says whether element i of the output, counted in memory
-// order, is inside the linear piece. Bits past the last element are 0. Besides the kernels only `unpacked` in
-// binding/bits/composite.h depends on it.
+// A mask's layout: bit i % 8, least significant first, of byte i / 8 is that of element i, counted in memory order. Bits past
+// the last element are 0. Besides the kernels only `unpacked` in binding/bits/composite.h depends on it.
 #pragma once
 
 #include <cstdint>
