@@ -105,13 +105,12 @@ class TorchFunction {
 };
 
 // Calls a formula. `is_new`: nobody else has the result.
-at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, const py::object& arguments, bool* is_new) {
+at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, c10::ArrayRef<py::object> arguments, bool* is_new) {
   c10::SmallVector<PyObject*, 8> given;
-  for (const py::object& operand : operands) {
-    given.push_back(operand.ptr());
-  }
-  for (const py::handle argument : py::reinterpret_borrow<py::tuple>(arguments)) {
-    given.push_back(argument.ptr());
+  for (const auto& objects : {operands, arguments}) {
+    for (const py::object& each : objects) {
+      given.push_back(each.ptr());
+    }
   }
   const TorchFunction function(TorchFunction::State::ALL_DISABLED);  // as an op's own forward runs
   const auto result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(formula, given.data(), given.size(), nullptr));
@@ -191,7 +190,7 @@ at::Tensor Value::tensor(bool* is_temporary) {
   // Hooks that have no copy give back the tensor itself. What they give to its own saver is their business.
   if (memory_outside && result.has_storage() &&
       memory_outside->_unsafe_get_target() == result.storage().unsafeGetStorageImpl()) {
-    check_version(version_given_back, result.toString());
+    check_version(version_given_back, &result);
   }
   return result;
 }
@@ -284,7 +283,7 @@ at::Tensor Value::compute(bool* is_temporary) {
   }
   if (formula.is(formulas().as_strided)) {
     const at::Tensor base = value_of(operands[0]).tensor();
-    return base.as_strided(sizes, strides, base.storage_offset() + PyLong_AsLongLong(PyTuple_GET_ITEM(arguments.ptr(), 0)));
+    return base.as_strided(sizes, strides, base.storage_offset() + PyLong_AsLongLong(arguments[0].ptr()));
   }
   if (formula.is(formulas().unpack_mask)) {
     return unpack_mask(value_of(operands[0]).tensor(), sizes, strides);

@@ -173,7 +173,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   const auto number_of_argument = is_norm                                ? number_of_value
                                   : facts_of(recipe.formula).is_movement ? number_of_position
                                                                          : number_of_object;
-  for (const py::handle argument : py::reinterpret_borrow<py::tuple>(recipe.arguments)) {
+  for (const py::object& argument : recipe.arguments) {
     numbers.push_back(number_of_argument(argument));
   }
   append(numbers, recipe.sizes);
@@ -199,7 +199,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   if (equal && value_of(equal).depth < kMaxDepth) {
     recipe.formula = formulas().same;
     recipe.operands = {equal};
-    recipe.arguments = py::tuple();
+    recipe.arguments.clear();
     recipe.depth = value_of(equal).depth + 1;
     recipe.configuration = number_of({static_cast<int64_t>(ConfigurationOf::equal), recipe.configuration});
   }
@@ -290,12 +290,17 @@ bool by_op(Step& step, const OpRule& rule, Value& recipe) {
       return false;
     }
   }
-  py::tuple values(rule.arguments.size());
-  for (size_t i = 0; i < rule.arguments.size(); ++i) {
-    values[i] = argument(step, rule.arguments[i]);
+  for (PyObject* name : rule.arguments) {
+    recipe.arguments.push_back(argument(step, name));
   }
-  recipe.arguments = rule.convert.is_none() ? py::object(std::move(values)) : rule.convert(*values);
-  return !recipe.arguments.is_none();
+  if (!rule.convert.is_none()) {
+    const py::object converted = rule.convert(*tuple_of(recipe.arguments));
+    if (converted.is_none()) {
+      return false;
+    }
+    recipe.arguments = objects_of(converted);
+  }
+  return true;
 }
 
 // By a rule that is a function.
@@ -307,10 +312,8 @@ bool by_function(Step& step, const py::object& rule, Value& recipe) {
   }
   const py::tuple result = given;
   recipe.formula = result[0];
-  for (const py::handle each : result[1]) {
-    recipe.operands.push_back(py::reinterpret_borrow<py::object>(each));
-  }
-  recipe.arguments = result[2];
+  recipe.operands = objects_of(result[1]);
+  recipe.arguments = objects_of(result[2]);
   return true;
 }
 
@@ -327,11 +330,9 @@ bool by_origin(Step& step, const Origin& origin, Value& recipe) {
   }
   recipe.formula = function;
   recipe.operands = {std::move(input)};
-  py::tuple parameters(origin.parameters.size());
-  for (size_t i = 0; i < origin.parameters.size(); ++i) {
-    parameters[i] = std::visit([](const auto& parameter) { return py::object(py::cast(parameter)); }, origin.parameters[i]);
+  for (const auto& each : origin.parameters) {
+    recipe.arguments.push_back(std::visit([](const auto& parameter) { return py::object(py::cast(parameter)); }, each));
   }
-  recipe.arguments = std::move(parameters);
   return true;
 }
 
@@ -356,7 +357,7 @@ bool by_narrowing(Step& step, Value& recipe) {
   const at::NoGradGuard no_grad;
   recipe.formula = formulas().cast;
   recipe.operands = {keep(step.tensor->to(dtype), name_of(*edge.function), attribute(step.hook, NAME("outer")))};
-  recipe.arguments = py::make_tuple(dtype_object(at::kFloat));
+  recipe.arguments = {dtype_object(at::kFloat)};
   value_of(recipe.operands[0]).is_copy = true;
   value_of(recipe.operands[0]).is_rearranged = true;
   if (!is_of_clone) {  // a clone's layout is its own
@@ -462,15 +463,15 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
 }
 
 py::object recipe_of(
-    ConfigurationOf kind, const char* source, const py::object& formula, const py::object& operand, const py::tuple& arguments,
+    ConfigurationOf kind, PyObject* source, const py::object& formula, const py::object& operand, Objects arguments,
     const at::Tensor& tensor, int64_t number) {
   py::object object = make_value();
   Value &recipe = value_of(object), &value = value_of(operand);
   recipe.take_layout_of(tensor);
-  recipe.source = py::str(source);
+  recipe.source = py::reinterpret_borrow<py::object>(source);
   recipe.formula = formula;
   recipe.operands = {operand};
-  recipe.arguments = arguments;
+  recipe.arguments = std::move(arguments);
   recipe.roots = value.is_recipe() ? value.roots : std::vector<py::object>{operand};
   recipe.depth = value.depth + 1;
   Configuration numbers = {static_cast<int64_t>(kind), number, configuration_of(value)};
@@ -491,9 +492,9 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
   const at::NoGradGuard no_grad;
   const py::object operand = keep(tensor.to(dtype));
   const auto original = tensor.scalar_type();
-  const py::tuple arguments = py::make_tuple(dtype_object(original));
-  const py::object replacing =
-      recipe_of(ConfigurationOf::narrowed, "", formulas().cast, operand, arguments, tensor, static_cast<int64_t>(original));
+  const py::object replacing = recipe_of(
+      ConfigurationOf::narrowed, NAME(""), formulas().cast, operand, {dtype_object(original)}, tensor,
+      static_cast<int64_t>(original));
   Value& recipe = value_of(replacing);
   Derivation derivation;
   if (!choose(replacing) || !is_right(hook, replacing, derivation, node, tensor)) {
@@ -514,7 +515,7 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
 py::object view_of(const py::object& value, const at::Tensor& view, const at::Tensor& base) {
   const int64_t offset = view.storage_offset() - base.storage_offset();
   py::object recipe =
-      recipe_of(ConfigurationOf::view, "view", formulas().as_strided, value, py::make_tuple(offset), view, offset % 16);
+      recipe_of(ConfigurationOf::view, NAME("view"), formulas().as_strided, value, {py::int_(offset)}, view, offset % 16);
   value_of(recipe).replaced = torch::autograd::impl::version_counter(view);
   return recipe;
 }

@@ -63,8 +63,8 @@ const Facts& facts_of(const py::object& formula) {
   return found == known_facts().end() ? none : found->second;
 }
 
-bool Facts::varies_with(const py::object& arguments) const {
-  return varies && (PyCallable_Check(varies.ptr()) ? varies(*arguments) : varies).ptr() == Py_True;
+bool Facts::varies_with(const Objects& arguments) const {
+  return varies && (PyCallable_Check(varies.ptr()) ? varies(*tuple_of(arguments)) : varies).ptr() == Py_True;
 }
 
 void set_facts(const py::dict& facts) {

@@ -8,10 +8,9 @@
 #include <vector>
 
 #include "../../recipes/program.h"
+#include "value.h"
 
 namespace fastact::recipes {
-
-namespace py = pybind11;
 
 // How the dimensions of an operand belong to the output's: as in broadcasting, or one for each channel, or for each group of
 // channels in each sample. A table has none of them.
@@ -39,7 +38,7 @@ struct Facts {
   py::object varies;  // True, False or a function of the formula's arguments
 
   // Whether on the CPU its bits depend on the layout.
-  bool varies_with(const py::object& arguments) const;
+  bool varies_with(const Objects& arguments) const;
 };
 
 // The facts of a formula; for most there are none.

@@ -221,7 +221,7 @@ class Builder {
       std::iota(order_.begin(), order_.end(), 0);
     }
     const auto wrap = [&](py::handle dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };
-    const py::tuple given = value.arguments;
+    const Objects& given = value.arguments;
     if (is_transpose) {
       std::swap(order_[wrap(given[0])], order_[wrap(given[1])]);
     } else {
@@ -304,11 +304,11 @@ class Builder {
 
   // A reference to a number: of the formula, an argument, or an operand that is one or None.
   static bool set_number(const Value& recipe, const FormulaReference& reference, Reference* to) {
-    if (reference.argument >= PyTuple_GET_SIZE(recipe.arguments.ptr())) {
+    if (reference.argument >= static_cast<int>(recipe.arguments.size())) {
       return false;
     }
     PyObject* given = reference.operand >= 0    ? recipe.operands[reference.operand].ptr()
-                      : reference.argument >= 0 ? PyTuple_GET_ITEM(recipe.arguments.ptr(), reference.argument)
+                      : reference.argument >= 0 ? recipe.arguments[reference.argument].ptr()
                                                 : Py_None;
     *to = {Reference::kNumber, reference.number};
     if (given == Py_None) {
@@ -443,7 +443,8 @@ bool Builder::read_leaves() {
       continue;
     }
     const Value& recipe = *leaf.reader;
-    const py::object table = callbacks().table(recipe.formula, recipe.arguments, dtype_object(recipe.dtype), wrapped(like_));
+    const py::object table =
+        callbacks().table(recipe.formula, tuple_of(recipe.arguments), dtype_object(recipe.dtype), wrapped(like_));
     if (table.is_none()) {
       return false;
     }
@@ -462,7 +463,8 @@ std::optional<at::DimVector> Builder::output_strides() const {
     return is_dense(sizes_, root_->strides) ? std::optional(root_->strides) : std::nullopt;
   }
   if (root_->strides_of_output) {
-    return is_dense(sizes_, *root_->strides_of_output) ? root_->strides_of_output : std::nullopt;
+    const at::DimVector& strides = *root_->strides_of_output;
+    return is_dense(sizes_, strides) ? std::optional(strides) : std::nullopt;
   }
   return dense_leaf_.defined() ? at::DimVector(dense_leaf_.strides()) : in_order;
 }

@@ -50,7 +50,7 @@ py::object before_write(const py::object& value, const at::Tensor& tensor, const
       value_of(value).replaced.reset();
       return value;
     }
-    return recipe_of(ConfigurationOf::written_to, "written to", formulas().same, value, py::tuple(), tensor);
+    return recipe_of(ConfigurationOf::written_to, NAME("written to"), formulas().same, value, {}, tensor);
   }
   const at::NoGradGuard no_grad;
   const at::Tensor clone = tensor.clone();

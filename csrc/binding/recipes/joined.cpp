@@ -57,9 +57,9 @@ bool by_joining(Step& step, const py::object& formula, const py::object& dim, Va
   const auto wrap = [&](const py::object& dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };
   const int64_t along = wrap(dim);
   const auto is_joined_alike = [&](const Value& value) {  // by a recipe that was compared with its tensor
-    return value.formula.is(formula) && value.replaced && wrap(py::tuple(value.arguments)[0]) == along;
+    return value.formula.is(formula) && value.replaced && wrap(value.arguments[0]) == along;
   };
-  std::vector<py::object>& operands = recipe.operands;
+  Objects& operands = recipe.operands;
   std::vector<Part> unknown;
   int64_t length = 0;
   for (size_t i = 0; i < step.node->next_edges().size(); ++i) {
@@ -83,7 +83,7 @@ bool by_joining(Step& step, const py::object& formula, const py::object& dim, Va
     }
     length += is_stacked ? 1 : part[along];
     if (value && !is_stacked && is_joined_alike(value_of(value))) {
-      const std::vector<py::object>& before = value_of(value).operands;
+      const Objects& before = value_of(value).operands;
       operands.insert(operands.end(), before.begin(), before.end());
     } else {
       operands.push_back(std::move(value));
@@ -100,7 +100,7 @@ bool by_joining(Step& step, const py::object& formula, const py::object& dim, Va
   const bool is_alone = operands.size() == 1 && value_of(operands[0]).sizes_of() == sizes &&
                         value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype());
   recipe.formula = is_alone ? formulas().same : formula;
-  recipe.arguments = is_alone ? py::tuple() : py::make_tuple(dim);
+  recipe.arguments = is_alone ? Objects() : Objects{dim};
   return true;
 }
 

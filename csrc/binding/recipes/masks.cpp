@@ -104,7 +104,7 @@ py::object value_of_mask(py::handle hook, const py::object& outer, const at::Ten
     const at::NoGradGuard no_grad;
     const at::Tensor bits = is_dry_run(hook) ? owner.new_empty({mask_bytes(numel)}, at::kByte) : pack_mask(owner);
     const py::object kept = keep(bits, py::none(), outer);
-    value = recipe_of(ConfigurationOf::mask, "bits", formulas().unpack_mask, kept, py::tuple(), owner);
+    value = recipe_of(ConfigurationOf::mask, NAME("bits"), formulas().unpack_mask, kept, {}, owner);
     if (!outer.is_none()) {
       ++value_of(kept).readers;  // programs read the bits past the mask, and the hooks outside may give them back only once
     }

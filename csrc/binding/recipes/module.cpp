@@ -28,7 +28,7 @@ py::object recipe_like(py::handle like, const py::object& formula, const py::tup
   Value& recipe = value_of(object);
   recipe.take_layout_of(THPVariable_Unpack(like.ptr()));
   recipe.formula = formula;
-  recipe.arguments = arguments;
+  recipe.arguments = objects_of(arguments);
   for (const py::handle each : operands) {
     recipe.operands.push_back(
         THPVariable_Check(each.ptr()) ? keep(THPVariable_Unpack(each.ptr())) : py::reinterpret_borrow<py::object>(each));

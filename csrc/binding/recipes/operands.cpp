@@ -95,7 +95,7 @@ void take_strides_of_saved(Step& step, PyObject* name, Value& value) {
   }
   const py::object other = saved(step, name);
   if (other && is_value(other) && value_of(other).strides_of()) {
-    value.strides_of_output = at::DimVector(*value_of(other).strides_of());
+    value.strides_of_output = std::make_unique<const at::DimVector>(*value_of(other).strides_of());
   }
 }
 

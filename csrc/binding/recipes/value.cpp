@@ -1,5 +1,6 @@
 #include "value.h"
 
+#include <c10/util/flat_hash_map.h>
 #include <c10/util/hash.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -32,7 +33,7 @@ struct Hash {
 
 // Never destroyed: values outlive this library's other variables.
 auto& registry() {
-  static auto& values = *new std::unordered_map<Output, Value*, Hash>();
+  static auto& values = *new ska::flat_hash_map<Output, Value*, Hash>();
   return values;
 }
 
@@ -41,13 +42,13 @@ constexpr uint64_t kNodesBetweenEqual = 64;  // attention's three projections ma
 
 // By a recipe's first operand and its configuration, the latest.
 auto& recipes_by_operand() {
-  static auto& recipes = *new std::unordered_map<std::pair<PyObject*, int64_t>, Value*, Hash>();
+  static auto& recipes = *new ska::flat_hash_map<std::pair<PyObject*, int64_t>, Value*, Hash>();
   return recipes;
 }
 
 // By the memory that they have given.
 auto& givers() {
-  static auto& values = *new std::unordered_map<const c10::StorageImpl*, Value*>();
+  static auto& values = *new ska::flat_hash_map<const c10::StorageImpl*, Value*>();
   return values;
 }
 
@@ -138,18 +139,19 @@ bool Value::follows_from_outside() const {
 
 void Value::check_unwritten() const {
   if (held.defined()) {
-    check_version(version_of(held), held.toString());
+    check_version(version_of(held), &held);
   } else if (replaced) {
-    check_version(replaced->current_version(), "a recipe of");
+    check_version(replaced->current_version());
   }
 }
 
-void Value::check_version(int64_t found, const std::string& what) const {
+void Value::check_version(int64_t found, const at::Tensor* tensor) const {
   const auto output = [&] { return "output " + std::to_string(output_.second) + " of " + py::cast<std::string>(source); };
   TORCH_CHECK(
       found == version, "one of the variables needed for gradient computation has been modified by an inplace operation: [",
-      what, " ", sizes_of(), "], which is ", source && !source.is_none() ? output() : "a leaf", ", is at version ", found,
-      "; expected version ", version, " instead. (activations_cuda.recompute)");
+      tensor ? tensor->toString() : "a recipe of", " ", sizes_of(), "], which is ",
+      source && !source.is_none() ? output() : "a leaf", ", is at version ", found, "; expected version ", version,
+      " instead. (activations_cuda.recompute)");
 }
 
 thread_local bool hooks_outside_have_raised = false;
@@ -170,6 +172,22 @@ Value& value_of(py::handle object) {
 
 bool is_value(py::handle object) {
   return Py_TYPE(object.ptr()) == &type;
+}
+
+py::tuple tuple_of(const Objects& objects) {
+  py::tuple result(objects.size());
+  for (size_t i = 0; i < objects.size(); ++i) {
+    result[i] = objects[i];
+  }
+  return result;
+}
+
+Objects objects_of(const py::tuple& tuple) {
+  Objects result;
+  for (const py::handle each : tuple) {
+    result.push_back(py::reinterpret_borrow<py::object>(each));
+  }
+  return result;
 }
 
 py::object keep(const at::Tensor& tensor, const py::object& source, const py::object& hooks) {
@@ -301,10 +319,14 @@ py::object equal_or_add(Value& recipe, const torch::autograd::Node& node) {
     const Value& before = value_of(object);
     // In a backward pass a tensor is held until the last that needs it has it. Another thread's may not be verified yet.
     const bool is_near = before.thread == recipe.thread && recipe.sequence - before.sequence < kNodesBetweenEqual;
+    const auto are_equal = [](const Objects& some, const Objects& others, const auto& is_same) {
+      return std::equal(some.begin(), some.end(), others.begin(), others.end(), is_same);
+    };
     const auto is_same = [](const py::object& a, const py::object& b) { return a.is(b); };
-    if (is_near && before.is_current() &&
-        std::equal(before.operands.begin(), before.operands.end(), recipe.operands.begin(), recipe.operands.end(), is_same) &&
-        py::repr(before.arguments).equal(py::repr(recipe.arguments))) {  // a configuration says little of numbers
+    // A configuration says little of numbers, of which 0.0 == -0.0, and NaN isn't itself.
+    const auto is_alike = [](const py::object& a, const py::object& b) { return a.is(b) || py::repr(a).equal(py::repr(b)); };
+    if (is_near && before.is_current() && are_equal(before.operands, recipe.operands, is_same) &&
+        are_equal(before.arguments, recipe.arguments, is_alike)) {
       return object;
     }
   }
@@ -316,12 +338,13 @@ namespace {
 
 PyObject* operands_of(PyObject* self, void*) {
   HANDLE_TH_ERRORS
-  const auto& operands = value_of(self).operands;
-  py::tuple result(operands.size());
-  for (size_t i = 0; i < operands.size(); ++i) {
-    result[i] = operands[i];
-  }
-  return result.release().ptr();
+  return tuple_of(value_of(self).operands).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* arguments_of(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  return tuple_of(value_of(self).arguments).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -366,7 +389,7 @@ PyGetSetDef properties[] = {
     {"held", held_of, nullptr, "what is kept: the tensor, or what the hooks around the scope made of it", nullptr},
     {"sizes", sizes_of, nullptr, nullptr, nullptr},
     {"operands", operands_of, nullptr, nullptr, nullptr},
-    {"arguments", [](PyObject* self, void*) { return or_none(value_of(self).arguments); }, nullptr, nullptr, nullptr},
+    {"arguments", arguments_of, nullptr, nullptr, nullptr},
     {"roots", roots_of, nullptr, "the kept values that it follows from in the end", nullptr},
     {"configuration", [](PyObject* self, void*) { return PyLong_FromLongLong(value_of(self).configuration); }, nullptr,
      "the number of all that its formula depends on but elements", nullptr},

@@ -28,6 +28,9 @@ namespace py = pybind11;
 constexpr int kMaxDepth = 32;      // of a recipe of recipes, which are computed by recursion
 constexpr size_t kMaxRoots = 128;  // of a recipe
 
+// What a formula is given. Vectors, since tuples would be more for the garbage collector to go through, and so more often.
+using Objects = c10::SmallVector<py::object, 1>;
+
 // An output of a node.
 using Output = std::pair<torch::autograd::Node*, uint32_t>;
 
@@ -96,7 +99,7 @@ struct Value {
   at::DimVector sizes, strides;
   bool has_strides = false;
   // Of a recipe that replaces none: the strides of the op's output, if a node has saved that or a clone of it.
-  std::optional<at::DimVector> strides_of_output;
+  std::unique_ptr<const at::DimVector> strides_of_output;
   int64_t configuration = -1;
 
   // What is kept: a tensor, or what the hooks around the scope made of it.
@@ -113,8 +116,8 @@ struct Value {
   std::shared_ptr<const NormCall> norm_call;  // that saved it, or null
 
   // What a recipe is: formula(*operands, *arguments). Operands are values, numbers or None.
-  py::object formula, arguments;
-  std::vector<py::object> operands;
+  py::object formula;
+  Objects operands, arguments;
   std::vector<py::object> roots;                 // the kept values that it follows from in the end
   std::optional<c10::VariableVersion> replaced;  // the version of the tensor that it replaces, which counts on
   bool fuses = true;                             // whether it may be part of a program, see fusion.h
@@ -127,7 +130,8 @@ struct Value {
   friend void note(const py::object& value, const NodePointer& node, uint32_t number);
   friend py::object noted(const NodePointer& node, uint32_t number);
 
-  void check_version(int64_t found, const std::string& what) const;
+  // `tensor`: whose version is found; null where only its version is left.
+  void check_version(int64_t found, const at::Tensor* tensor = nullptr) const;
   at::Tensor find_or_compute(bool* is_temporary);
   at::Tensor remember(int task, at::Tensor tensor);
   // What is new has the version of the tensor that it stands for.
@@ -151,6 +155,9 @@ struct Value {
 py::object make_value();
 Value& value_of(py::handle object);
 bool is_value(py::handle object);
+
+py::tuple tuple_of(const Objects& objects);
+Objects objects_of(const py::tuple& tuple);
 
 // A kept value. `source` is the name of the node; `hooks` are those around the scope, if they are to have the tensor.
 py::object keep(const at::Tensor& tensor, const py::object& source = py::none(), const py::object& hooks = py::none());
