@@ -131,13 +131,8 @@ bool depends_on_layout(const Value& recipe) {
          });
 }
 
-// Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
-bool complete(const Step& step, const py::object& name, const py::object& object) {
-  Value& recipe = value_of(object);
-  const auto& meta = step.node->input_metadata(step.number);
-  recipe.source = name;
-  recipe.sizes = sizes_of(meta);
-  Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
+// What follows from a recipe's operands: its roots, its depth and a part of its configuration. False if it can't be a recipe.
+bool take_operands(Value& recipe, c10::Device device, Configuration& numbers) {
   const auto add_root = [&](const py::object& root) {
     if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
       recipe.roots.push_back(root);
@@ -150,7 +145,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
     }
     Value& value = value_of(each);
     const bool is_number = value.sizes_of().empty();
-    if (value.device_of() && *value.device_of() != meta.device() && !is_number) {
+    if (value.device_of() && *value.device_of() != device && !is_number) {
       return false;  // a copy between devices isn't cheap
     }
     numbers.push_back(configuration_of(value));
@@ -165,17 +160,48 @@ bool complete(const Step& step, const py::object& name, const py::object& object
       recipe.max_writes = std::max(recipe.max_writes, value.max_writes + 1);
     }
   }
-  if (recipe.depth == 0 || recipe.depth > kMaxDepth || recipe.roots.size() > kMaxRoots) {
-    return false;
-  }
+  return 0 < recipe.depth && recipe.depth <= kMaxDepth && recipe.roots.size() <= kMaxRoots;
+}
+
+void append_arguments(Configuration& numbers, const Value& recipe) {
   // A norm's eps counts by its value: where the variance is next to nothing, it decides whether formulas differ.
   const bool is_norm = py::isinstance(recipe.formula, callbacks().candidates);
-  const auto number_of_argument = is_norm                                ? number_of_value
-                                  : facts_of(recipe.formula).is_movement ? number_of_position
-                                                                         : number_of_object;
+  const auto number = is_norm ? number_of_value : facts_of(recipe.formula).is_movement ? number_of_position : number_of_object;
   for (const py::object& argument : recipe.arguments) {
-    numbers.push_back(number_of_argument(argument));
+    numbers.push_back(number(argument));
   }
+}
+
+// Whether it needs strides of its operands that nobody knows yet.
+bool lacks_strides(const Value& recipe) {
+  const auto has_none = [](const py::object& each) { return is_value(each) && !value_of(each).strides_of(); };
+  return recipe.device->is_cpu() && depends_on_layout(recipe) &&
+         std::any_of(recipe.operands.begin(), recipe.operands.end(), has_none);
+}
+
+// What several ops compute of the same, as autocast's casts for query, key and value, is computed once.
+void refer_to_equal(Value& recipe, const torch::autograd::Node& node) {
+  const py::object equal = equal_or_add(recipe, node);
+  if (equal && value_of(equal).depth < kMaxDepth) {
+    recipe.formula = formulas().same;
+    recipe.operands = {equal};
+    recipe.arguments.clear();
+    recipe.depth = value_of(equal).depth + 1;
+    recipe.configuration = number_of({static_cast<int64_t>(ConfigurationOf::equal), recipe.configuration});
+  }
+}
+
+// Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
+bool complete(const Step& step, const py::object& name, const py::object& object) {
+  Value& recipe = value_of(object);
+  const auto& meta = step.node->input_metadata(step.number);
+  recipe.source = name;
+  recipe.sizes = sizes_of(meta);
+  Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
+  if (!take_operands(recipe, meta.device(), numbers)) {
+    return false;
+  }
+  append_arguments(numbers, recipe);
   append(numbers, recipe.sizes);
   if (step.tensor) {
     recipe.take_layout_of(*step.tensor);
@@ -184,25 +210,13 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   }
   recipe.dtype = c10::typeMetaToScalarType(meta.dtype());
   recipe.device = meta.device();
-  if (meta.device().is_cpu() && depends_on_layout(recipe) &&
-      std::any_of(recipe.operands.begin(), recipe.operands.end(), [](const py::object& each) {
-        return is_value(each) && !value_of(each).strides_of();
-      })) {
-    Derivation::current->may_succeed_later = true;  // once they are known
+  if (lacks_strides(recipe)) {
+    Derivation::current->may_succeed_later = true;
     return false;
   }
   append(numbers, recipe.dtype, meta.device());
   recipe.configuration = number_of(numbers);
-
-  // What several ops compute of the same, as autocast's casts for query, key and value, is computed once.
-  const py::object equal = equal_or_add(recipe, *step.node);
-  if (equal && value_of(equal).depth < kMaxDepth) {
-    recipe.formula = formulas().same;
-    recipe.operands = {equal};
-    recipe.arguments.clear();
-    recipe.depth = value_of(equal).depth + 1;
-    recipe.configuration = number_of({static_cast<int64_t>(ConfigurationOf::equal), recipe.configuration});
-  }
+  refer_to_equal(recipe, *step.node);
   if (!choose(object)) {
     return false;
   }
