@@ -1,6 +1,6 @@
 // What the kernels offer to the binding: for each device, one forward kernel for the whole family and one backward kernel.
-// Both walk the output in memory order, take any alignment and may run in place. A mask's bit says whether the element is inside
-// the linear piece. Backward has a second form, for a gradient or a mask in another order.
+// Both walk the output in memory order, take any alignment and may run in place. A mask's bit says whether the element is
+// inside the linear piece. Backward has a second form, for a gradient or a mask in another order.
 //
 // Each device's kernels are a library of their own, which serves the bindings of all releases of PyTorch: no type of PyTorch's
 // appears in this interface.
