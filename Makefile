@@ -69,7 +69,7 @@ bench-models: build-bench-cuda
 SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)
 FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid) or (sizes_and_offsets or two_groups) and silu
-KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors smooth programs
+KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors smooth first_use programs
 sanitize: build-test
 	rm -rf build/sdist && $(BIN)/python setup.py --quiet sdist --dist-dir build/sdist
 	FORCE_CUDA= FORCE_CPU=1 CFLAGS="$(SANITIZER)" LDFLAGS="$(SANITIZER)" \

@@ -354,7 +354,9 @@ RECOMPUTE = [
     Mutant("subnormals that are flushed", FUSION, "root_->device->is_cpu() && flushes_subnormals()", "false"),
     Mutant("bits in the other order", CPU_PROGRAM, ">> (offset % kMaskBits) & 1", ">> (7 - offset % kMaskBits) & 1"),
     Mutant("a row's end is not seen", CPU_PROGRAM, "std::min(end - at, program.size[0] - coordinate[0])", "end - at"),
-    Mutant("the last bool is not packed", CPU_MASKS, "end - first); ++i", "end - first - 1); ++i"),
+    Mutant(
+        "the last bool is not packed", CPU_MASKS, "end - first); ++i) {\n      packed", "end - first - 1); ++i) {\n      packed"
+    ),
     Mutant("a mask that was written to", PACKED_MASKS, "value_of(value).stands_for(owner)", "true"),
     Mutant("hooks give back what was written to", COMPUTING, "check_version(version_given_back, &result);", ""),
     Mutant("a mask by its memory alone", PACKED_MASKS, "!is_same_counter(*value_of(value).replaced, counter)", "false"),

@@ -11,17 +11,17 @@ import torch
 import activations_cuda
 from family import SMOOTH
 
-# What they share comes into play here: one that PyTorch computes by oneDNN, and one that it doesn't.
-pytestmark = pytest.mark.parametrize("row", [SMOOTH[0], SMOOTH[2]], ids=str)
+# Two stand for all, whose code this is: gelu, which PyTorch computes by oneDNN, and silu, whose gradient has two factors.
+ROWS = [row for row in SMOOTH if str(row) in ("gelu_none", "silu")]
+pytestmark = pytest.mark.parametrize("row", ROWS, ids=str)
 
 
-def run(program, **environment):
+def run(program):
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         cwd=os.path.dirname(__file__),
         capture_output=True,
         text=True,
-        env={**os.environ, **environment},
     )
     assert result.returncode == 0, result.stderr
     return result
@@ -149,7 +149,7 @@ def test_a_capture_before_the_first_use(row):
 
 def test_onednn_is_disabled_and_enabled(row):
     """The tables wait until it is enabled, and serve afterwards whether it is or not."""
-    result = run(f"""
+    run(f"""
         import torch
         from family import HALF_TYPES, SMOOTH, every_pattern
         from test_smooth import assert_same_step
@@ -163,7 +163,6 @@ def test_onednn_is_disabled_and_enabled(row):
                         assert_same_step(row, row.reference, x, grad)
                     assert (row(x.requires_grad_()).grad_fn.name() == "CodeBackward") == is_packed
     """)
-    assert result.returncode == 0, result.stderr
 
 
 OTHERWISE = {"no product": "torch.sin(grad * 3) * (x > 0)", "too many derivatives": "torch.sin(grad * 3) * x"}

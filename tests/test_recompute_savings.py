@@ -591,3 +591,8 @@ def test_an_empty_part_widens_what_is_joined(dtype, wide):
         return torch.autograd.grad(loss, (a, b))
 
     same_with_scope(run)
+
+
+def test_a_value_is_small():
+    """Up to 512 bytes Python has arenas; more is a call of malloc for each saved tensor."""
+    assert _C.recipes.Value.__basicsize__ <= 512

@@ -4,8 +4,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <string>
-#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <variant>
@@ -131,7 +129,8 @@ bool depends_on_layout(const Value& recipe) {
          });
 }
 
-// What follows from a recipe's operands: its roots, its depth and a part of its configuration. False if it can't be a recipe.
+// What follows from a recipe's operands: its roots, its depth, the writes that it explains and a part of its configuration.
+// False if it can't be a recipe.
 bool take_operands(Value& recipe, c10::Device device, Configuration& numbers) {
   const auto add_root = [&](const py::object& root) {
     if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
@@ -477,7 +476,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
 }
 
 py::object recipe_of(
-    ConfigurationOf kind, PyObject* source, const py::object& formula, const py::object& operand, Objects arguments,
+    ConfigurationOf kind, py::handle source, const py::object& formula, const py::object& operand, Objects arguments,
     const at::Tensor& tensor, int64_t number) {
   py::object object = make_value();
   Value &recipe = value_of(object), &value = value_of(operand);

@@ -38,7 +38,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
 
 // A recipe that no node made: this tensor is formula(operand, *arguments), for which `number` stands in its configuration.
 py::object recipe_of(
-    ConfigurationOf kind, PyObject* source, const py::object& formula, const py::object& operand, Objects arguments,
+    ConfigurationOf kind, py::handle source, const py::object& formula, const py::object& operand, Objects arguments,
     const at::Tensor& tensor, int64_t number = 0);
 py::object view_of(const py::object& value, const at::Tensor& view, const at::Tensor& base);
 

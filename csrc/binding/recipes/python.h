@@ -71,6 +71,7 @@ inline py::object attribute(py::handle object, PyObject* name) {
   return py::reinterpret_steal<py::object>(result);
 }
 
+// A str that is made once and stays.
 #define NAME(text)                                                  \
   ([] {                                                             \
     static PyObject* const name = PyUnicode_InternFromString(text); \

@@ -426,7 +426,7 @@ PyMethodDef methods[] = {
 
 void add_value_type(py::module_& module) {
   type.tp_name = "activations_cuda._C.Value";
-  type.tp_basicsize = sizeof(Object);
+  type.tp_basicsize = sizeof(Object);  // of up to 512 bytes, for which Python has arenas of its own, and needs no malloc
   type.tp_flags = Py_TPFLAGS_DEFAULT;
   type.tp_doc = "What stands for a saved tensor: itself, kept, or a recipe.";
   type.tp_dealloc = deallocate;

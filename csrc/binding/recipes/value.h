@@ -14,7 +14,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -28,7 +27,7 @@ namespace py = pybind11;
 constexpr int kMaxDepth = 32;      // of a recipe of recipes, which are computed by recursion
 constexpr size_t kMaxRoots = 128;  // of a recipe
 
-// What a formula is given. Vectors, since tuples would be more for the garbage collector to go through, and so more often.
+// What a formula is given. Not a tuple: the garbage collector goes through each, and the more there are the sooner it starts.
 using Objects = c10::SmallVector<py::object, 1>;
 
 // An output of a node.
@@ -99,6 +98,7 @@ struct Value {
   at::DimVector sizes, strides;
   bool has_strides = false;
   // Of a recipe that replaces none: the strides of the op's output, if a node has saved that or a clone of it.
+  // By pointer, since few have it, and a value is to be small (add_value_type).
   std::unique_ptr<const at::DimVector> strides_of_output;
   int64_t configuration = -1;
 

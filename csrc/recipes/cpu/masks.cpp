@@ -17,8 +17,11 @@ void pack_mask(const uint8_t* bools, uint8_t* bits, int64_t begin, int64_t end) 
 }
 
 void unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) {
-    bools[i] = bits[i / kMaskBits] >> (i % kMaskBits) & 1;
+  for (int64_t first = begin; first < end; first += kMaskBits) {
+    const uint8_t packed = bits[first / kMaskBits];
+    for (int64_t i = 0; i < std::min<int64_t>(kMaskBits, end - first); ++i) {
+      bools[first + i] = packed >> i & 1;
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "../../mask.h"
 #include "form.cuh"
 #include "thread.cuh"
 
