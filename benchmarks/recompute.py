@@ -107,10 +107,6 @@ class Case:
     convolutions: bool = False
     time_at_most: float | None = None
 
-    def wrap(self, model, **options):
-        """The converted model's forward."""
-        return activations_cuda.recompute(convolutions=self.convolutions, **options)(model)
-
     def batch(self, device, count=None):
         shape = (count or self.shape[0], *self.shape[1:])
         if self.vocabulary:
@@ -168,10 +164,11 @@ def measure(name, case):
     before = case.create().cuda().train()
     before = before if case.vocabulary else before.to(memory_format=torch.channels_last)
     with autocast(dtype):
-        after = activations_cuda.convert(copy.deepcopy(before), case.batch("meta"), recompute=True)
+        scope = activations_cuda.recompute(convolutions=case.convolutions)
+        after = activations_cuda.convert(copy.deepcopy(before), case.batch("meta"), recompute=scope)
     few = case.batch("cuda", max(1, case.shape[0] // 4))
     with deterministic():
-        pair = [Training(before, few, dtype), Training(after, few, dtype, case.wrap)]
+        pair = [Training(before, few, dtype), Training(after, few, dtype)]
         for training in pair:
             for _ in range(STEPS):
                 training()
@@ -179,13 +176,13 @@ def measure(name, case):
     del pair, few
     batch = case.batch("cuda")
     try:
-        Training(after, batch, dtype, partial(case.wrap, check=True))()
+        Training(after, batch, dtype, activations_cuda.recompute(check=True))()
         bits_equal = True
     except RuntimeError as error:
         print(f"{name}: {error}")
         bits_equal = False
     gc.collect()
-    trainings = [Training(before, batch, dtype), Training(after, batch, dtype, case.wrap)]
+    trainings = [Training(before, batch, dtype), Training(after, batch, dtype)]
     for training in trainings:
         training()  # momentum
     peaks = [training.peak([other for other in trainings if other is not training]) - earlier for training in trainings]
