@@ -66,7 +66,7 @@ bench-models: build-bench-cuda
 # The library's CPU side under AddressSanitizer and UndefinedBehaviorSanitizer, without the quarantine, which would hide that an
 # output lies over garbage. It is installed by name, from an sdist. Where there is a GPU, a few of the same tests under each tool
 # of compute-sanitizer, without the cache of PyTorch's allocator, which would hide where a tensor ends.
-SANITIZER = -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZER = -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)
 FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid) or (sizes_and_offsets or two_groups) and silu
 KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors smooth first_use programs

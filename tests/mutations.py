@@ -393,7 +393,7 @@ def trial(mutant, device):
         file.write_text(code.replace(mutant.code, mutant.broken))
         try:
             if device != "cuda":
-                install(tree, site, FORCE_CPU="1")
+                install(tree, site, FORCE_CPU="1", CFLAGS="-O1")
             else:
                 install(tree, site, FORCE_CUDA="1", TORCH_CUDA_ARCH_LIST="{}.{}".format(*torch.cuda.get_device_capability()))
         except AssertionError:

@@ -55,7 +55,7 @@ def test_new_members(tmp_path):
     tree.add("relu_n", "A new piecewise-linear member", *piecewise_linear)
     smooth = "csrc/binding/codes/activations.h", "// The activation with this name", "\n#undef ACTIVATION", "]\nHALF_TYPES"
     tree.add("swish", "A new smooth member", *smooth)
-    install(tree.root, tree.site, FORCE_CPU="1")
+    install(tree.root, tree.site, FORCE_CPU="1", CFLAGS="-O1")
 
     tests = ["test_exact.py", "test_mask.py", "test_autograd.py", "test_transforms.py", "test_inplace.py", "test_errors.py"]
     assert tree.test("relu_n", *tests) > 100

@@ -1,7 +1,6 @@
 """What a process does when it first uses a smooth activation: its tables are made then, for as long as the process lives."""
 
 import os
-import subprocess
 import sys
 import textwrap
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 import activations_cuda
+import trees
 from family import SMOOTH
 
 # Two stand for all, whose code this is: gelu, which PyTorch computes by oneDNN, and silu, whose gradient has two factors.
@@ -17,12 +17,7 @@ pytestmark = pytest.mark.parametrize("row", ROWS, ids=str)
 
 
 def run(program):
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=os.path.dirname(__file__),
-        capture_output=True,
-        text=True,
-    )
+    result = trees.run(sys.executable, "-c", textwrap.dedent(program), cwd=os.path.dirname(__file__))
     assert result.returncode == 0, result.stderr
     return result
 
