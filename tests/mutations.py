@@ -31,6 +31,7 @@ TESTS = [  # the quick ones first
         "exact",
         "inplace",
         "smooth",
+        "norm_gradients",
         "first_use",
         "load",
         "guards",
@@ -76,6 +77,8 @@ CODE_LAUNCH = "csrc/binding/codes/launch.cpp"
 CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
+CUDA_NORMS = "csrc/recipes/cuda/norms.cu"
+NORMS = "csrc/binding/recipes/norms.cpp"
 
 VALUE = "csrc/binding/recipes/value.cpp"
 VALUE_HEADER = "csrc/binding/recipes/value.h"
@@ -146,6 +149,25 @@ ON = {
         Mutant("hardsigmoid: a sixth as on CUDA", ACTIVATIONS, "return x / T(6);", "return x * T(1.0f / 6.0f);"),
     ],
     "cuda": [
+        Mutant("sums in another order", CUDA_NORMS, "int k = 1; k < kSums; ++k", "int k = kSums - 1; k > 0; --k"),
+        Mutant(
+            "a mean that is rounded",
+            CUDA_NORMS,
+            "__fmaf_rn(-of_grad[i], inverse_rows, grad[i])",
+            "grad[i] - of_grad[i] * inverse_rows",
+        ),
+        Mutant("no zeros at the end", CUDA_NORMS, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
+        Mutant("what is rounded to 0 isn't", CUDA_NORMS, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
+        Mutant("a norm that others read", NORMS, "before.use_count() == 1", "true"),
+        Mutant("hooks miss a gradient", NORMS, "node.pre_hooks().size() > 1 || node.post_hooks().size() > 1", "false"),
+        Mutant("a captured gradient", NORMS, "!is_captured && ", ""),
+        Mutant("hooks on the norm's output", NORMS, "norm.tensor_pre_hooks().empty() && ", ""),
+        Mutant("gradients that aren't needed", NORMS, "results[i].reset();", ""),
+        Mutant("any slopes", NORMS, "slopes.inside == 1 && slopes.outside == 0 && ", ""),
+        Mutant("tangents of gradients", NORMS, " && !grad._fw_grad(/*level=*/0).defined()", ""),
+        Mutant("tangents of what was saved", NORMS, "return has_one(saved.input) || has_one(saved.weight);", "return false;"),
+        Mutant("a gradient's graph isn't a reader", NORMS, "may_have_more_readers_ || at::GradMode::is_enabled();", "false;"),
+        Mutant("an output that was written to", NORMS, "value_of(output).check_unwritten();", ""),
         Mutant("factors of the first number", CUDA_LOOKUP, "(number << 16 | y)", "y"),
         Mutant("no factors beyond the direct ones", CUDA_LOOKUP, "(1u << bits) <= kDirect || number < kDirect", "true"),
         Mutant(

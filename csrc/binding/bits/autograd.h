@@ -36,7 +36,16 @@ void record_inplace(at::Tensor& self, const at::Tensor& ordered, const at::Tenso
 // All there is to record of a write to `self` where nobody wants a derivative.
 void increment_version(at::Tensor& self);
 
-// The class of the graph's nodes that the two make, and its name.
+// The graph's nodes that the two make.
+struct MaskedNode {
+  virtual ~MaskedNode() = default;
+  virtual Slopes slopes() const = 0;
+  // A mask, in the memory order of mask_strides(), or a tensor of bool.
+  virtual at::Tensor mask() = 0;
+  virtual c10::SymIntArrayRef mask_strides() const = 0;
+};
+
+// Their class, and its name.
 const std::type_info& node_type();
 constexpr const char* kNodeName = "MaskedScaleBackward";
 

@@ -14,6 +14,7 @@
 #include "formulas.h"
 #include "joined.h"
 #include "leaves.h"
+#include "norms.h"
 
 namespace fastact::recipes {
 namespace {
@@ -224,6 +225,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
       ++value_of(each).readers;
     }
   }
+  speed_up_norm(*step.node);
   return true;
 }
 

@@ -1,0 +1,499 @@
+#include "norms.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/batch_norm_elemt.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_batch_norm_backward.h>
+#include <ATen/ops/threshold_backward.h>
+#include <ATen/ops/where.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include "../../mask.h"
+#include "../../recipes/norms.h"
+#include "../bits/autograd.h"
+#include "../devices.h"
+#include "../dispatch.h"
+#include "../dtypes.h"
+#include "../node.h"
+#include "formulas.h"
+#include "hook.h"
+#include "leaves.h"
+#include "masks.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using torch::autograd::generated::NativeBatchNormBackward0;
+using torch::autograd::generated::ReluBackward0;
+// Of the input, the weight and the bias, and which of them are needed.
+using NormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Needed = std::array<bool, 3>;
+
+constexpr int64_t kVector = BatchNormGradient::kVector;
+
+// What a norm's gradients are made of, beside the incoming one. That is of an activation's output if there is a bias, of a ReLU
+// behind the norm, or a mask of where another passes it.
+struct NormSaved {
+  at::Tensor input, weight, mean, invstd, bias, mask;
+
+  int64_t channels() const { return input.size(1); }
+  int64_t rows() const { return input.numel() / channels(); }
+};
+
+// The node that runs in this thread and has its results already, and those.
+struct {
+  const Node* node = nullptr;
+  variable_list results;
+} thread_local answered;
+
+// Whether the tensor lies in memory as a matrix whose rows are the channels of one position.
+bool has_innermost_channels(const at::Tensor& tensor) {
+  switch (tensor.dim()) {
+    case 2:
+      return tensor.is_contiguous();
+    case 4:
+      return tensor.is_contiguous(at::MemoryFormat::ChannelsLast);
+    case 5:
+      return tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d);
+    default:
+      return false;
+  }
+}
+
+// Whether the kernel may take a gradient, as far as that tells.
+bool may_be_served(const at::Tensor& grad) {
+  return is_half(grad.scalar_type()) && grad.is_cuda() && has_innermost_channels(grad) && grad.size(1) % kVector == 0 &&
+         0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max();
+}
+
+// Whether it takes these.
+bool is_served(const at::Tensor& grad, const NormSaved& saved) {
+  const auto& [input, weight, mean, invstd, bias, mask] = saved;
+  const auto is_here = [&](const at::Tensor& tensor) { return is_plain(tensor) && tensor.device() == grad.device(); };
+  const auto is_aligned = [](const at::Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % (sizeof(uint16_t) * kVector) == 0;
+  };
+  const auto has_channels = [&](const at::Tensor& tensor, at::ScalarType dtype) {
+    return tensor.scalar_type() == dtype && tensor.dim() == 1 && tensor.size(0) == grad.size(1) && tensor.is_contiguous() &&
+           is_here(tensor);
+  };
+  return may_be_served(grad) && is_aligned(grad) && input.scalar_type() == grad.scalar_type() &&
+         input.sizes() == grad.sizes() && has_innermost_channels(input) && is_here(input) && is_aligned(input) &&
+         has_channels(mean, at::kFloat) && is_aligned(mean) && has_channels(invstd, at::kFloat) && is_aligned(invstd) &&
+         weight.defined() && (has_channels(weight, at::kFloat) || has_channels(weight, input.scalar_type())) &&
+         (!bias.defined() || has_channels(bias, weight.scalar_type()));
+}
+
+NormGradients by_kernel(const at::Tensor& grad, const NormSaved& saved) {
+  const auto& [input, weight, mean, invstd, bias, mask] = saved;
+  NormGradients result(at::empty_like(input), at::empty_like(weight), at::empty_like(weight));
+  BatchNormGradient norm = {};
+  norm.rows = static_cast<int>(saved.rows());
+  norm.channels = static_cast<int>(saved.channels());
+  norm.element = input.scalar_type() == at::kHalf ? Element::float16 : Element::bfloat16;
+  norm.grad = grad.const_data_ptr();
+  norm.input = input.const_data_ptr();
+  norm.mean = mean.const_data_ptr<float>();
+  norm.invstd = invstd.const_data_ptr<float>();
+  norm.weight = weight.const_data_ptr();
+  norm.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  norm.mask = mask.defined() ? mask.const_data_ptr<uint8_t>() : nullptr;
+  norm.has_float_weight = weight.scalar_type() == at::kFloat;
+  norm.grad_input = std::get<0>(result).mutable_data_ptr();
+  norm.grad_weight = std::get<1>(result).mutable_data_ptr();
+  norm.grad_bias = std::get<2>(result).mutable_data_ptr();
+  const at::Tensor scratch = at::empty({cuda::scratch_floats(norm)}, mean.options());
+  norm.scratch = scratch.mutable_data_ptr<float>();
+  Cuda::launch(input, [&](cuda::Stream stream) { return cuda::run(norm, stream); });
+  return result;
+}
+
+NormGradients by_ops(const at::Tensor& grad, const NormSaved& saved, Needed needed = {true, true, true}) {
+  const auto& [input, weight, mean, invstd, bias, mask] = saved;
+  constexpr double no_eps = 0;  // with 1/std, and in training, it isn't read; nor are running statistics
+  at::Tensor of_norm = grad;
+  if (bias.defined()) {
+    of_norm = at::threshold_backward(grad, at::batch_norm_elemt(input, weight, bias, mean, invstd, no_eps).relu_(), 0);
+  } else if (mask.defined()) {
+    of_norm = at::where(unpack_mask(mask, grad.sizes(), grad.strides()), grad, 0);
+  }
+  return at::native_batch_norm_backward(of_norm, input, weight, {}, {}, mean, invstd, /*train=*/true, no_eps, needed);
+}
+
+// Both wait for the device.
+bool is_equal(const at::Tensor& tensor, const at::Tensor& other) {
+  const auto bits = tensor.scalar_type() == at::kFloat ? at::kInt : at::kShort;
+  const at::Tensor of_tensor = tensor.view(bits), of_other = other.view(bits);
+  return of_tensor.equal(of_other) ||
+         of_tensor.eq(of_other).logical_or_(tensor.isnan().logical_and_(other.isnan())).all().item<bool>();
+}
+bool are_equal(const NormGradients& some, const NormGradients& others) {
+  return is_equal(std::get<0>(some), std::get<0>(others)) && is_equal(std::get<1>(some), std::get<1>(others)) &&
+         is_equal(std::get<2>(some), std::get<2>(others));
+}
+
+// Numbers of either sign, from 1/8 to 2 in magnitude, that look random.
+at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_t seed) {
+  const auto dtype = options.dtype().toScalarType();
+  struct {
+    uint32_t random, fixed;  // which bits of a word are, and what the others are
+  } const pattern = dtype == at::kFloat  ? decltype(pattern){0x81ffffff, 0x3e000000}
+                    : dtype == at::kHalf ? decltype(pattern){0x8fff8fff, 0x30003000}
+                                         : decltype(pattern){0x81ff81ff, 0x3e003e00};
+  const int64_t numbers = c10::multiply_integers(sizes), words = dtype == at::kFloat ? numbers : (numbers + 1) / 2;
+  at::Tensor bits = at::arange(seed, seed + words, options.dtype(at::kInt));
+  bits.mul_(0x61c88647);
+  bits.bitwise_xor_(bits.bitwise_right_shift(15)).mul_(0x2c1b3c6d);
+  bits.bitwise_xor_(bits.bitwise_right_shift(12));
+  bits.bitwise_and_(static_cast<int32_t>(pattern.random)).bitwise_or_(static_cast<int32_t>(pattern.fixed));
+  return bits.view(dtype).narrow(0, 0, numbers).view(sizes);
+}
+
+// Whether the kernel adds up so many rows as the ops do. A model's first gradients don't tell, since they are often zero.
+bool passes_trial(const NormSaved& saved) {
+  constexpr int64_t tile = 32;  // of channels, which both treat alike
+  const int64_t channels = std::min(saved.channels(), tile);
+  int64_t seed = 0;
+  const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) { return some_numbers(sizes, of.options(), ++seed); };
+  NormSaved numbers = {
+      some(saved.input, {saved.rows(), channels}), some(saved.weight, {channels}), some(saved.mean, {channels}),
+      some(saved.invstd, {channels})};
+  const at::Tensor grad = some(saved.input, {saved.rows(), channels});
+  if (saved.bias.defined()) {
+    numbers.bias = some(saved.bias, {channels});
+  } else if (saved.mask.defined()) {
+    numbers.mask = some(saved.input, {mask_bytes(grad.numel())}).view(at::kByte);
+  }
+  return are_equal(by_kernel(grad, numbers), by_ops(grad, numbers));
+}
+
+// What decides whether the kernel gives the ops' bits, beside the numbers.
+using NormConfiguration = std::tuple<int64_t, int64_t, at::ScalarType, at::ScalarType, bool, bool, c10::DeviceIndex>;
+
+// Whether it does, as found when such gradients were first wanted; false where that can't be tried now.
+bool fits(const at::Tensor& grad, const NormSaved& saved) {
+  constexpr int most_failures = 3;
+  struct Verdict {
+    std::optional<bool> fits;
+    int failures = 0;
+  };
+  static auto& mutex = *new std::mutex();
+  static auto& verdicts = *new std::map<NormConfiguration, Verdict>();
+  const auto& [input, weight, mean, invstd, bias, mask] = saved;
+  const NormConfiguration configuration = {saved.rows(),   saved.channels(), input.scalar_type(),   weight.scalar_type(),
+                                           bias.defined(), mask.defined(),   input.device().index()};
+  const auto verdict = [&]() -> Verdict& { return verdicts[configuration]; };
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (verdict().fits) {
+      return *verdict().fits;
+    }
+  }
+  if (is_capturing(grad.device())) {
+    return false;  // comparing waits for the device
+  }
+  std::optional<bool> found;
+  try {
+    found = passes_trial(saved) && are_equal(by_kernel(grad, saved), by_ops(grad, saved));
+  } catch (const c10::OutOfMemoryError&) {  // later there may be room, but each attempt empties the allocator's cache
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!found && ++verdict().failures == most_failures) {
+    found = false;
+  }
+  verdict().fits = found;
+  return found.value_or(false);
+}
+
+std::mutex& mutex_of(Node& node) {
+  struct Access : Node {
+    static std::mutex Node::* mutex() { return &Access::mutex_; }
+  };
+  return node.*Access::mutex();
+}
+
+// What a norm has saved, read as the node itself does.
+NormSaved saved_by(NativeBatchNormBackward0& norm) {
+  const std::lock_guard<std::mutex> lock(mutex_of(norm));
+  const NodePointer pointer = pointer_to(&norm);
+  norm.running_mean_.unpack(), norm.running_var_.unpack();  // for the hooks outside, which wait to give them back
+  return {norm.input_.unpack(), norm.weight_.unpack(), norm.result1_.unpack(pointer), norm.result2_.unpack(pointer), {}, {}};
+}
+
+// Calls function(value) with the value behind what a node has saved, or null, under the GIL: which is taken after the node's
+// own mutex, as where the node runs.
+template <class Function>
+auto with_value(Node& node, const torch::autograd::SavedVariable& saved, const Function& function) {
+  std::unique_lock<std::mutex> lock(mutex_of(node));
+  const py::gil_scoped_acquire gil;
+  const py::object value = value_behind(saved);
+  lock.unlock();
+  return function(value);
+}
+
+// The recipe behind an object, if it is this instruction alone.
+const Value* operation(const py::object& object, Opcode opcode) {
+  if (!object || !is_value(object) || !value_of(object).is_recipe()) {
+    return nullptr;
+  }
+  const Value& value = value_of(object);
+  const auto& program = facts_of(value.formula).program;
+  return program && program->size() == 1 && (*program)[0].opcode == opcode ? &value : nullptr;
+}
+
+// The bias of the norm before a ReLU, if the recipe of the ReLU's output is made of that norm by the kernel's formula; or none.
+at::Tensor bias_before(ReluBackward0& relu) {
+  return with_value(relu, relu.result_, [](const py::object& output) {
+    const Value* const clamp = operation(output, Opcode::clamp);
+    const Value* const norm = clamp ? operation(clamp->operands[0], Opcode::batch_norm) : nullptr;
+    if (!norm || !is_value(norm->operands[2])) {
+      return at::Tensor();
+    }
+    note_unpacking();
+    value_of(output).check_unwritten();
+    return value_of(norm->operands[2]).tensor();
+  });
+}
+
+// Whether a hook may compute a node's results, of which nobody but the node would notice.
+bool may_answer(const Node& node, const at::Tensor& grad) {
+  const bool is_watched = node.pre_hooks().size() > 1 || node.post_hooks().size() > 1;
+  return grad.defined() && is_plain(grad) && !grad._fw_grad(/*level=*/0).defined() && !is_watched &&
+         !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() && !c10::impl::dispatch_mode_enabled();
+}
+
+bool has_tangent(const NormSaved& saved) {
+  const auto has_one = [](const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); };
+  return has_one(saved.input) || has_one(saved.weight);
+}
+
+// Computes a node's results before it runs. It is then given no gradient: it does nothing, and returns none.
+struct Before : torch::autograd::FunctionPreHook {
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}  // compiled autograd has the node run
+
+ protected:
+  static variable_list answer(const Node& node, variable_list results, size_t grads) {
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (!node.task_should_compute_output(i)) {
+        results[i].reset();
+      }
+    }
+    answered = {&node, std::move(results)};
+    return variable_list(grads);
+  }
+};
+
+// Puts them in place of the node's.
+struct After : torch::autograd::FunctionPostHook {
+  explicit After(const Node& node) : node_(node) {}
+
+  variable_list operator()(const variable_list& results, const variable_list&) override {
+    if (answered.node != &node_) {
+      return results;
+    }
+    variable_list ours = std::exchange(answered, {}).results;
+    // As the engine has done with the node's: a parameter may want its gradient in another dtype.
+    torch::autograd::validate_outputs(
+        node_.next_edges(), ours, [&](const std::string& error) { return c10::str("recompute: ", node_.name(), ": ", error); });
+    return ours;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+ private:
+  const Node& node_;
+};
+
+class BeforeNorm : public Before {
+ public:
+  explicit BeforeNorm(NativeBatchNormBackward0& node) : node_(node) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    answered = {};
+    const at::Tensor& grad = grads[0];
+    if (auto given = take(grad)) {
+      return answer(node_, {std::get<0>(*given), std::get<1>(*given), std::get<2>(*given)}, grads.size());
+    }
+    const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
+    if (!may_answer(node_, grad) || !may_be_served(grad) || !is_needed(0)) {
+      return grads;
+    }
+    const NormSaved saved = saved_by(node_);
+    if (has_tangent(saved)) {
+      return grads;
+    }
+    auto [of_input, of_weight, of_bias] = is_served(grad, saved) && fits(grad, saved)
+                                              ? by_kernel(grad, saved)
+                                              : by_ops(grad, saved, {is_needed(0), is_needed(1), is_needed(2)});
+    return answer(node_, {std::move(of_input), std::move(of_weight), std::move(of_bias)}, grads.size());
+  }
+
+  // The results of this pass, from the activation's hook: what reaches the norm is the gradient of its input already.
+  void give(const NormGradients& results) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto& [of_input, of_weight, of_bias] = results;
+    given_.push_back(
+        {torch::autograd::get_current_graph_task_id(), c10::weak_intrusive_ptr<c10::TensorImpl>(of_input.getIntrusivePtr()),
+         of_weight, of_bias});
+  }
+
+ private:
+  // Holds no gradient of an input, which a pass that fails would leave here.
+  struct Given {
+    int task;
+    c10::weak_intrusive_ptr<c10::TensorImpl> of_input;
+    at::Tensor of_weight, of_bias;
+  };
+
+  std::optional<NormGradients> take(const at::Tensor& grad) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const int task = torch::autograd::get_current_graph_task_id();
+    const auto found = std::find_if(given_.begin(), given_.end(), [&](const Given& each) { return each.task == task; });
+    if (found == given_.end()) {
+      return std::nullopt;
+    }
+    const Given given = *found;
+    given_.erase(found);
+    TORCH_CHECK(
+        grad.defined() && given.of_input._unsafe_get_target() == grad.unsafeGetTensorImpl(),
+        "recompute: expected the gradient of a batch norm's output as the activation behind it gave it, got another");
+    return NormGradients(grad, given.of_weight, given.of_bias);
+  }
+
+  NativeBatchNormBackward0& node_;
+  std::mutex mutex_;
+  std::vector<Given> given_;
+};
+
+// Computes the results of an activation's node and of the norm before it at once. The activation's is then what is the norm's,
+// which passes it on.
+class BeforeActivation : public Before {
+ public:
+  explicit BeforeActivation(Node& node) : node_(node) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    answered = {};
+    const at::Tensor& grad = grads[0];
+    auto& norm = static_cast<NativeBatchNormBackward0&>(*node_.next_edge(0).function);
+    auto* const hook = norm.pre_hooks().empty() ? nullptr : dynamic_cast<BeforeNorm*>(norm.pre_hooks()[0].get());
+    may_have_more_readers_ = may_have_more_readers_ || at::GradMode::is_enabled();
+    if (!hook || may_have_more_readers_ || !may_answer(node_, grad) || !may_answer(norm, grad) || !may_be_served(grad) ||
+        !is_unnoticed(norm)) {
+      return grads;
+    }
+    const std::optional<NormGradients> results = of_both(norm, grad);
+    if (!results) {
+      return grads;
+    }
+    hook->give(*results);
+    return answer(node_, {std::get<0>(*results)}, grads.size());
+  }
+
+ private:
+  // Whether this pass does nothing with the gradient of the norm's output but give it to the norm, in the same stream.
+  bool is_unnoticed(Node& norm) const {
+    const auto* const infos = torch::autograd::get_current_graph_task_exec_info();
+    const bool is_captured = infos && infos->count(&norm) > 0 && infos->at(&norm).captures_;
+    const bool is_checked = torch::autograd::AnomalyMode::is_enabled();  // whether it is NaN
+    return !is_captured && !is_checked && norm.tensor_pre_hooks().empty() && norm.retains_grad_hooks().empty() &&
+           node_.task_should_compute_output(0) && norm.task_should_compute_output(0) && node_.stream() == norm.stream();
+  }
+
+  // None where each node is to compute its own.
+  std::optional<NormGradients> of_both(NativeBatchNormBackward0& norm, const at::Tensor& grad) {
+    // The hooks outside may give a tensor back once, and the node may need it after all.
+    const bool may_read = with_value(norm, norm.input_, [](const py::object& input) {
+      return input && !value_of(input).hooks_outside && !value_of(input).follows_from_outside();
+    });
+    auto* const masked = dynamic_cast<MaskedNode*>(&node_);
+    if (!may_read || (masked && !selects(*masked, grad))) {
+      return std::nullopt;
+    }
+    NormSaved saved = saved_by(norm);
+    if (masked) {
+      saved.mask = masked->mask();
+    } else {
+      saved.bias = bias_before(static_cast<ReluBackward0&>(node_));
+    }
+    const bool has_either = saved.bias.defined() || (masked && saved.mask.scalar_type() == at::kByte && is_plain(saved.mask));
+    return has_either && !has_tangent(saved) && is_served(grad, saved) && fits(grad, saved)
+               ? std::optional(by_kernel(grad, saved))
+               : std::nullopt;
+  }
+
+  // Whether the mask, in the order of the gradient, only selects from it.
+  static bool selects(const MaskedNode& node, const at::Tensor& grad) {
+    const Slopes slopes = node.slopes();
+    return slopes.inside == 1 && slopes.outside == 0 && node.mask_strides() == grad.sym_strides();
+  }
+
+  Node& node_;
+  std::atomic<bool> may_have_more_readers_ = false;  // of the norm's output: the graph of a gradient leads there, too
+};
+
+template <class Hook, class AnyNode>
+void add_hooks(AnyNode& node) {
+  if (node.pre_hooks().empty() && node.post_hooks().empty()) {
+    node.add_pre_hook(std::make_unique<Hook>(node));
+    node.add_post_hook(std::make_unique<After>(node));
+  }
+}
+
+// The node behind another, if it is of a class.
+template <class AnyNode>
+AnyNode* as(Node* node) {
+  return node && typeid(*node) == typeid(AnyNode) ? static_cast<AnyNode*>(node) : nullptr;
+}
+
+bool has_half_output_on_gpu(const Node& node) {
+  const auto& output = node.input_metadata(0);
+  return kHasCuda && output.device().is_cuda() && is_half(c10::typeMetaToScalarType(output.dtype()));
+}
+
+}  // namespace
+
+void speed_up_norm(Node& node) {
+  auto* const norm = has_half_output_on_gpu(node) ? as<NativeBatchNormBackward0>(&node) : nullptr;
+  if (norm && norm->training) {
+    add_hooks<BeforeNorm>(*norm);
+  }
+}
+
+void speed_up_activation(Node& node) {
+  if (has_half_output_on_gpu(node) && (as<ReluBackward0>(&node) || typeid(node) == node_type()) && node.num_outputs() == 1) {
+    const NodePointer& before = node.next_edge(0).function;
+    if (as<NativeBatchNormBackward0>(before.get()) && before.use_count() == 1) {  // held by this node alone
+      add_hooks<BeforeActivation>(node);
+    }
+  }
+}
+
+bool is_answered() {
+  return answered.node && torch::autograd::get_current_node().get() == answered.node;
+}
+
+}  // namespace fastact::recipes

@@ -1,0 +1,43 @@
+// The backward pass of a batch norm in training whose channels are the innermost dimension, in half types: what ATen's kernels
+// for channels-last compute, to the bit, since each sum is added up in their order, but read in vectors.
+#pragma once
+
+#include <cstdint>
+
+#include "../runtime.h"
+#include "program.h"
+
+namespace fastact {
+
+struct BatchNormGradient {
+  static constexpr int kVector = 8;  // channels are a multiple of this; elements and statistics are aligned to 16 bytes
+
+  int rows, channels;  // fewer than 2^31 elements
+  Element element;     // of the input and its gradients; statistics are in float32
+  const void *grad, *input;
+  const float *mean, *invstd;
+  const void* weight;  // in float32, or as the input
+  bool has_float_weight;
+  // Of an activation behind the norm, if `grad` is its output's: the norm's bias if it is a ReLU, or a mask (../mask.h) of
+  // where the gradient passes.
+  const void* bias;
+  const uint8_t* mask;
+  // The outputs. Those of the weight and the bias are in the weight's dtype.
+  void *grad_input, *grad_weight, *grad_bias;
+  float* scratch;  // scratch_floats() of them
+};
+
+#pragma GCC visibility push(default)
+
+namespace cuda {
+
+FASTACT_WEAK int64_t scratch_floats(const BatchNormGradient& norm);
+
+// Queued on `stream` of the current device.
+FASTACT_WEAK Error run(const BatchNormGradient& norm, Stream stream);
+
+}  // namespace cuda
+
+#pragma GCC visibility pop
+
+}  // namespace fastact
