@@ -3,7 +3,7 @@ memory of a step, its time and that of its kernels.
 
 Writes benchmarks/results/<device>-recompute.json. Exits with 1 if a row misses its target, if any loss or any weight of the
 first steps, by deterministic algorithms and on a quarter of the batch, differs, or if any recipe of a step on all of it gives
-other bits. Names of models on the command line run those alone.
+other bits. Names of models on the command line run those alone; the other rows stay, each with the commit that it is of.
 """
 
 import copy
@@ -211,9 +211,9 @@ COLUMNS += ["time"]
 def main():
     chosen = chosen_models("python -m benchmarks.recompute", __doc__, list(CASES))
     origin, path = record.origin(), record.path("-recompute")
-    rows = [row for row in record.earlier(path, origin).get("rows", []) if row["model"] not in chosen]
+    rows = [row for row in record.rows(path) if row["model"] in CASES.keys() - set(chosen)]
     for name in tqdm(chosen, unit=" models"):
-        rows.append(measure(name, CASES[name]))
+        rows.append({"commit": origin["commit"], **measure(name, CASES[name])})
         rows.sort(key=lambda row: list(CASES).index(row["model"]))
         record.write(path, {**origin, "rows": rows})
     print(table(rows, COLUMNS))

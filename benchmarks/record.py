@@ -37,6 +37,12 @@ def earlier(path, origin):
     return result if result.get("commit") == origin["commit"] else {}
 
 
+def rows(path):
+    """The rows that the file has, each with the commit that it is of."""
+    result = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    return [{"commit": result["commit"], **row} for row in result["rows"]]
+
+
 def write(path, result):
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -205,6 +205,9 @@ def test_figures_of_recompute():
     assert re.findall(r"^\| .+% \|$", page, re.MULTILINE) == expected
     assert all(row[f"{what}_equal"] for row in rows for what in ("losses", "weights", "recipes"))
     assert {row["steps"] for row in rows} == {4} and "the losses of four steps" in page.replace("\n", " ")
+    assert len({row["commit"] for row in rows[:-4]}) == 1 and "The last four rows are of an earlier commit" in page.replace(
+        "\n", " "
+    )
     least, *_, most = sorted(1 - row["memory"] for row in rows if "convolutions" not in row["model"])
     assert f"with {least:.0%}".rstrip("%") + f" to {most:.0%} less memory" in README
     less = {row["model"]: f"{1 - row['memory']:.0%}" for row in rows}
