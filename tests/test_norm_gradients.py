@@ -31,7 +31,7 @@ SHAPES = (
 )
 
 
-# In place, behind the norm: nothing, PyTorch's ReLU, and an activation that has a mask.
+# Behind the norm: nothing, PyTorch's ReLU, and an activation that has a mask.
 alone_or_not = pytest.mark.parametrize("behind", [None, torch.relu_, _C.relu6_], ids=["alone", "relu", "mask"])
 
 
@@ -142,8 +142,8 @@ def test_an_output_that_was_written_to_raises():
     check(norm)
     with recompute():
         y = norm.normalized().relu_()
-        other = y * 1
-        y * norm.grad
+        other = y * norm.grad.detach()  # whose node doesn't save y
+        _ = y * norm.grad  # saves y
     with torch.no_grad():
         y.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -262,17 +262,19 @@ def test_what_is_written_to_raises(behind):
     x = norm.x * 1
     with recompute():
         y = F.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
-        loss = ((y if behind is None else behind(y)) * norm.grad).sum()
+        y = y if behind is None else behind(y)
+        other = y * norm.grad.detach()  # whose node doesn't save y
+        _ = y * norm.grad  # saves y
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        other.sum().backward()
     check(norm)  # nothing is left behind
 
 
 @alone_or_not
-@pytest.mark.parametrize("channels", [12, 16])
-def test_within_hooks_that_give_back_once(channels, behind):
+@pytest.mark.parametrize("channels, shift", [(12, 0), (16, 0), (16, 1)])
+def test_within_hooks_that_give_back_once(channels, shift, behind):
     norm = Norm((64, channels, 32, 32), behind=behind)
     expected = gradients(norm)
     for _ in range(3):
@@ -284,7 +286,9 @@ def test_within_hooks_that_give_back_once(channels, behind):
             return key
 
         with torch.autograd.graph.saved_tensors_hooks(pack, given.pop), recompute():
-            x = norm.x * 1  # no leaf, which those hooks needn't get
+            # No leaf, which those hooks needn't get; shifted, it isn't aligned.
+            x = torch.cat([norm.x.new_zeros(shift), norm.x.permute(0, 2, 3, 1).flatten()])[shift:]
+            x = x.view(64, 32, 32, channels).permute(0, 3, 1, 2)
             y = F.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
             loss = ((y if behind is None else behind(y)) * norm.grad).sum()
         assert given
@@ -307,6 +311,24 @@ def test_a_tangent_of_the_gradient():
 
     expected = found(torch.enable_grad())
     assert all(part is not None for part in expected)
+    for _ in range(2):
+        assert all(map(is_identical, found(recompute()), expected))
+
+
+def test_a_tangent_of_the_bias():
+    norm = Norm((8, 16, 9, 11), behind=torch.relu_)
+    check(norm)
+
+    def found(scope):
+        with torch.autograd.forward_ad.dual_level():
+            with scope:
+                bias = torch.autograd.forward_ad.make_dual(norm.bias, torch.ones_like(norm.bias))
+                y = F.batch_norm(norm.x, None, None, norm.weight, bias, training=True).relu_()
+                _ = y * norm.grad  # saves y
+                loss = (y * norm.grad.detach()).sum()
+            return [each.clone() for each in torch.autograd.grad(loss, [norm.x, norm.weight, norm.bias])]
+
+    expected = found(torch.enable_grad())
     for _ in range(2):
         assert all(map(is_identical, found(recompute()), expected))
 
@@ -365,29 +387,25 @@ def test_a_relu_in_another_stream():
 
 @pytest.mark.parametrize("behind", [torch.relu, _C.relu6], ids=["relu", "mask"])
 def test_an_activation_out_of_place_whose_input_is_gone(behind):
-    norm = Norm((8, 16, 9, 11), behind=behind)
-    expected = gradients(norm)
-    for _ in range(3):
-        assert all(map(is_identical, gradients(norm, recompute()), expected))
+    check(Norm((8, 16, 9, 11), behind=behind))
 
 
 @alone_or_not
 def test_several_threads(behind):
     norms = [Norm((32, 32, 16, 16), behind=behind) for _ in range(4)]
     expected = [gradients(norm) for norm in norms]
-    wrong = []
+    right = []
 
     def run(norm, expected):
         for _ in range(20):
-            if not all(map(is_identical, gradients(norm, recompute()), expected)):
-                wrong.append(norm)
+            right.append(all(map(is_identical, gradients(norm, recompute()), expected)))
 
     threads = [threading.Thread(target=run, args=each) for each in zip(norms, expected, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert len(right) == 80 and all(right)
 
 
 @alone_or_not
@@ -420,18 +438,24 @@ def test_a_captured_graph(behind):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = gradients(norm, recompute())
-    graph.replay()
+    _, names = kernels(graph.replay)
     assert all(map(is_identical, found, expected))
+    assert is_ours(names, behind)
 
 
 @alone_or_not
-def test_anomalies_are_found(behind):
+def test_anomalies_are_found_where_they_are(behind):
     norm = Norm((8, 16, 9, 11), behind=behind)
     gradients(norm, recompute())
+    norm.grad.requires_grad_(False)  # or the product's own would be the first
     with torch.no_grad():
         norm.x[0, 0, 0, 0] = math.nan
-    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="MulBackward0' returned nan values"):
-        gradients(norm, recompute())
+    with recompute():
+        y = norm.normalized() if behind is None else behind(norm.normalized())
+        _ = y * norm.x  # saves y
+        loss = (y * norm.grad).sum()
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="BatchNormBackward0' returned nan values"):
+        loss.backward()
 
 
 def test_beyond_32_bits():
@@ -443,11 +467,13 @@ def test_a_bias_that_was_written_to_raises():
     norm = Norm((8, 16, 9, 11), behind=torch.relu_)
     check(norm)
     with recompute():
-        loss = norm().sum()
+        y = norm.normalized().relu_()
+        other = y * norm.grad.detach()  # whose node doesn't save y
+        _ = y * norm.grad  # saves y
     with torch.no_grad():
         norm.bias.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        other.sum().backward()
 
 
 def of_norms_output(read):
@@ -502,8 +528,30 @@ def test_hooks_on_the_norms_output():
             y = z.relu_()
             loss = (y * norm.grad).sum()
         y.register_hook(lambda grad: seen.append(grad))
+        return [*torch.autograd.grad(loss, norm.leaves()), *seen]
+
+    of_norms_output(read)
+
+
+def test_hooks_on_the_activations_node():
+    def read(norm, scope=None):
+        seen = []
+        with scope or torch.enable_grad():
+            y = norm.normalized().relu_()
+            loss = (y * norm.grad).sum()
         y.grad_fn.register_hook(lambda results, grads: seen.extend([*results, *grads]))
         return [*torch.autograd.grad(loss, norm.leaves()), *seen]
+
+    of_norms_output(read)
+
+
+def test_a_pass_that_begins_at_the_norm_as_well():
+    def read(norm, scope=None):
+        with scope or torch.enable_grad():
+            y = norm.normalized().relu_()
+            loss = (y * norm.grad).sum()
+        edge = torch.autograd.graph.GradientEdge(*y.grad_fn.next_functions[0], None)
+        return torch.autograd.grad([loss, edge], norm.leaves(), [None, norm.grad.detach()])
 
     of_norms_output(read)
 
@@ -549,31 +597,26 @@ def test_two_pairs_in_one_graph():
 
 
 def test_a_pass_that_fails_leaves_nothing():
+    """Between the activation's node and the norm's: a hook raises there."""
     norm = Norm((8, 16, 9, 11), behind=torch.relu_)
+    check(norm)
     expected = gradients(norm)
+    is_to_fail = True
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def fail(grad):
+        if is_to_fail:
+            raise ValueError("on purpose")
 
-        @staticmethod
-        def backward(ctx, grad):
-            if fails:
-                raise ValueError("on purpose")
-            return grad
-
-    for fails in (False, True, False):
-        with recompute():
-            x = Fails.apply(norm.x)
-            y = F.batch_norm(x, None, None, norm.weight, norm.bias, training=True).relu_()
-            loss = (y * norm.grad).sum()
-        for _ in range(2):
-            if fails:
-                with pytest.raises(ValueError, match="on purpose"):
-                    torch.autograd.grad(loss, norm.leaves(), retain_graph=True)
-            fails = False
-            assert all(map(is_identical, torch.autograd.grad(loss, norm.leaves(), retain_graph=True), expected))
+    with recompute():
+        early = norm.x * 2
+        early.register_hook(fail)
+        loss = norm().sum() + early.sum()
+    with pytest.raises(ValueError, match="on purpose"):
+        torch.autograd.grad(loss, norm.leaves(), retain_graph=True)
+    is_to_fail = False
+    found = torch.autograd.grad(loss, norm.leaves())
+    assert is_identical(found[0], expected[0] + 2)
+    assert all(map(is_identical, found[1:], expected[1:]))
 
 
 def test_under_compiled_autograd():

@@ -141,10 +141,7 @@ struct MaskedScaleBackward : NodeOf<MaskedScaleBackward, MaskedScaleFields>, Wit
 
   Slopes slopes() const override { return fields_.rule.slopes; }
 
-  at::Tensor mask() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return fields_.inside.unpack();
-  }
+  const SavedVariable& mask() const override { return fields_.inside; }
 
   c10::SymIntArrayRef mask_strides() const override { return fields_.rule.mask_strides; }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 #include <typeinfo>
 
@@ -41,7 +42,7 @@ struct MaskedNode {
   virtual ~MaskedNode() = default;
   virtual Slopes slopes() const = 0;
   // A mask, in the memory order of mask_strides(), or a tensor of bool.
-  virtual at::Tensor mask() = 0;
+  virtual const torch::autograd::SavedVariable& mask() const = 0;
   virtual c10::SymIntArrayRef mask_strides() const = 0;
 };
 

@@ -12,13 +12,12 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/generated/Functions.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <limits>
 #include <map>
 #include <memory>
@@ -41,11 +40,13 @@
 #include "hook.h"
 #include "leaves.h"
 #include "masks.h"
+#include "python.h"
 
 namespace fastact::recipes {
 namespace {
 
 using torch::autograd::Node;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::autograd::generated::NativeBatchNormBackward0;
 using torch::autograd::generated::ReluBackward0;
@@ -64,11 +65,16 @@ struct NormSaved {
   int64_t rows() const { return input.numel() / channels(); }
 };
 
-// The node that runs in this thread and has its results already, and those.
-struct {
+// The results that a pre-hook in this thread has computed for a node of a pass, until the post-hook returns them.
+struct Answer {
   const Node* node = nullptr;
+  int task = -1;
   variable_list results;
-} thread_local answered;
+
+  bool is_for(const Node* other) const { return node && node == other && task == torch::autograd::get_current_graph_task_id(); }
+};
+
+thread_local Answer answered;
 
 // Whether the tensor lies in memory as a matrix whose rows are the channels of one position.
 bool has_innermost_channels(const at::Tensor& tensor) {
@@ -225,7 +231,9 @@ bool fits(const at::Tensor& grad, const NormSaved& saved) {
   if (!found && ++verdict().failures == most_failures) {
     found = false;
   }
-  verdict().fits = found;
+  if (found) {
+    verdict().fits = found;
+  }
   return found.value_or(false);
 }
 
@@ -247,12 +255,19 @@ NormSaved saved_by(NativeBatchNormBackward0& norm) {
 // Calls function(value) with the value behind what a node has saved, or null, under the GIL: which is taken after the node's
 // own mutex, as where the node runs.
 template <class Function>
-auto with_value(Node& node, const torch::autograd::SavedVariable& saved, const Function& function) {
+auto with_value(Node& node, const SavedVariable& saved, const Function& function) {
   std::unique_lock<std::mutex> lock(mutex_of(node));
   const py::gil_scoped_acquire gil;
   const py::object value = value_behind(saved);
   lock.unlock();
   return function(value);
+}
+
+// Whether what a node has saved may be read, and again by the node: the hooks around the scope may give a tensor back once.
+bool may_be_read_twice(Node& node, const SavedVariable& saved) {
+  return with_value(node, saved, [](const py::object& value) {
+    return value && !value_of(value).hooks_outside && !value_of(value).follows_from_outside();
+  });
 }
 
 // The recipe behind an object, if it is this instruction alone.
@@ -279,47 +294,38 @@ at::Tensor bias_before(ReluBackward0& relu) {
   });
 }
 
-// Whether a hook may compute a node's results, of which nobody but the node would notice.
+// Whether a hook may compute a node's results, of which nobody but the node would notice. Not while there are tangents.
 bool may_answer(const Node& node, const at::Tensor& grad) {
   const bool is_watched = node.pre_hooks().size() > 1 || node.post_hooks().size() > 1;
-  return grad.defined() && is_plain(grad) && !grad._fw_grad(/*level=*/0).defined() && !is_watched &&
-         !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() && !c10::impl::dispatch_mode_enabled();
-}
-
-bool has_tangent(const NormSaved& saved) {
-  const auto has_one = [](const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); };
-  return has_one(saved.input) || has_one(saved.weight);
+  return grad.defined() && is_plain(grad) && !is_watched && !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
+         !c10::impl::dispatch_mode_enabled() && !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 
 // Computes a node's results before it runs. It is then given no gradient: it does nothing, and returns none.
-struct Before : torch::autograd::FunctionPreHook {
+struct PreHook : torch::autograd::FunctionPreHook {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}  // compiled autograd has the node run
 
  protected:
   static variable_list answer(const Node& node, variable_list results, size_t grads) {
-    for (size_t i = 0; i < results.size(); ++i) {
-      if (!node.task_should_compute_output(i)) {
-        results[i].reset();
-      }
-    }
-    answered = {&node, std::move(results)};
+    answered = {&node, torch::autograd::get_current_graph_task_id(), std::move(results)};
     return variable_list(grads);
   }
 };
 
 // Puts them in place of the node's.
-struct After : torch::autograd::FunctionPostHook {
-  explicit After(const Node& node) : node_(node) {}
+struct PostHook : torch::autograd::FunctionPostHook {
+  explicit PostHook(const Node& node) : node_(node) {}
 
   variable_list operator()(const variable_list& results, const variable_list&) override {
-    if (answered.node != &node_) {
+    if (!answered.is_for(&node_)) {
       return results;
     }
-    variable_list ours = std::exchange(answered, {}).results;
+    variable_list grads = std::exchange(answered, {}).results;
     // As the engine has done with the node's: a parameter may want its gradient in another dtype.
-    torch::autograd::validate_outputs(
-        node_.next_edges(), ours, [&](const std::string& error) { return c10::str("recompute: ", node_.name(), ": ", error); });
-    return ours;
+    torch::autograd::validate_outputs(node_.next_edges(), grads, [&](const std::string& error) {
+      return c10::str("recompute: ", node_.name(), ": ", error);
+    });
+    return grads;
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
@@ -328,9 +334,9 @@ struct After : torch::autograd::FunctionPostHook {
   const Node& node_;
 };
 
-class BeforeNorm : public Before {
+class NormPreHook : public PreHook {
  public:
-  explicit BeforeNorm(NativeBatchNormBackward0& node) : node_(node) {}
+  explicit NormPreHook(NativeBatchNormBackward0& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
     answered = {};
@@ -343,9 +349,6 @@ class BeforeNorm : public Before {
       return grads;
     }
     const NormSaved saved = saved_by(node_);
-    if (has_tangent(saved)) {
-      return grads;
-    }
     auto [of_input, of_weight, of_bias] = is_served(grad, saved) && fits(grad, saved)
                                               ? by_kernel(grad, saved)
                                               : by_ops(grad, saved, {is_needed(0), is_needed(1), is_needed(2)});
@@ -389,20 +392,18 @@ class BeforeNorm : public Before {
   std::vector<Given> given_;
 };
 
-// Computes the results of an activation's node and of the norm before it at once. The activation's is then what is the norm's,
-// which passes it on.
-class BeforeActivation : public Before {
+// Computes the results of an activation's node and of the norm before it at once. The activation's node then returns the
+// gradient of the norm's input, which the norm's hook recognizes and returns as it is.
+class ActivationPreHook : public PreHook {
  public:
-  explicit BeforeActivation(Node& node) : node_(node) {}
+  explicit ActivationPreHook(Node& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
     answered = {};
     const at::Tensor& grad = grads[0];
     auto& norm = static_cast<NativeBatchNormBackward0&>(*node_.next_edge(0).function);
-    auto* const hook = norm.pre_hooks().empty() ? nullptr : dynamic_cast<BeforeNorm*>(norm.pre_hooks()[0].get());
-    may_have_more_readers_ = may_have_more_readers_ || at::GradMode::is_enabled();
-    if (!hook || may_have_more_readers_ || !may_answer(node_, grad) || !may_answer(norm, grad) || !may_be_served(grad) ||
-        !is_unnoticed(norm)) {
+    auto* const hook = norm.pre_hooks().empty() ? nullptr : dynamic_cast<NormPreHook*>(norm.pre_hooks()[0].get());
+    if (!hook || !may_answer(node_, grad) || !may_answer(norm, grad) || !may_be_served(grad) || !is_unnoticed(norm)) {
       return grads;
     }
     const std::optional<NormGradients> results = of_both(norm, grad);
@@ -414,35 +415,38 @@ class BeforeActivation : public Before {
   }
 
  private:
-  // Whether this pass does nothing with the gradient of the norm's output but give it to the norm, in the same stream.
+  // Whether the pass does nothing with the gradient of the norm's output but give it to the norm, in the same stream.
   bool is_unnoticed(Node& norm) const {
-    const auto* const infos = torch::autograd::get_current_graph_task_exec_info();
-    const bool is_captured = infos && infos->count(&norm) > 0 && infos->at(&norm).captures_;
     const bool is_checked = torch::autograd::AnomalyMode::is_enabled();  // whether it is NaN
-    return !is_captured && !is_checked && norm.tensor_pre_hooks().empty() && norm.retains_grad_hooks().empty() &&
-           node_.task_should_compute_output(0) && norm.task_should_compute_output(0) && node_.stream() == norm.stream();
+    return !is_checked && norm.tensor_pre_hooks().empty() && node_.task_should_compute_output(0) &&
+           norm.task_should_compute_output(0) && node_.stream() == norm.stream() && has_one_reader();
+  }
+
+  // Whether this node's edge is all that holds the norm's: not a tensor, another node, nor a pass that begins or ends there.
+  bool has_one_reader() const {
+    const NodePointer& norm = node_.next_edge(0).function;
+    const py::gil_scoped_acquire gil;
+    const py::object python = wrapped(norm);  // holds it as well; there may have been one already
+    return norm.use_count() == 2;
   }
 
   // None where each node is to compute its own.
   std::optional<NormGradients> of_both(NativeBatchNormBackward0& norm, const at::Tensor& grad) {
-    // The hooks outside may give a tensor back once, and the node may need it after all.
-    const bool may_read = with_value(norm, norm.input_, [](const py::object& input) {
-      return input && !value_of(input).hooks_outside && !value_of(input).follows_from_outside();
-    });
     auto* const masked = dynamic_cast<MaskedNode*>(&node_);
-    if (!may_read || (masked && !selects(*masked, grad))) {
+    const auto may_read = [&](const SavedVariable& saved) { return may_be_read_twice(norm, saved); };
+    if (!may_read(norm.input_) || !may_read(norm.weight_) || !may_read(norm.result1_) || !may_read(norm.result2_) ||
+        (masked && (!selects(*masked, grad) || !may_be_read_twice(node_, masked->mask())))) {
       return std::nullopt;
     }
     NormSaved saved = saved_by(norm);
     if (masked) {
-      saved.mask = masked->mask();
+      const std::lock_guard<std::mutex> lock(mutex_of(node_));
+      saved.mask = masked->mask().unpack();
     } else {
       saved.bias = bias_before(static_cast<ReluBackward0&>(node_));
     }
     const bool has_either = saved.bias.defined() || (masked && saved.mask.scalar_type() == at::kByte && is_plain(saved.mask));
-    return has_either && !has_tangent(saved) && is_served(grad, saved) && fits(grad, saved)
-               ? std::optional(by_kernel(grad, saved))
-               : std::nullopt;
+    return has_either && is_served(grad, saved) && fits(grad, saved) ? std::optional(by_kernel(grad, saved)) : std::nullopt;
   }
 
   // Whether the mask, in the order of the gradient, only selects from it.
@@ -452,14 +456,13 @@ class BeforeActivation : public Before {
   }
 
   Node& node_;
-  std::atomic<bool> may_have_more_readers_ = false;  // of the norm's output: the graph of a gradient leads there, too
 };
 
 template <class Hook, class AnyNode>
 void add_hooks(AnyNode& node) {
   if (node.pre_hooks().empty() && node.post_hooks().empty()) {
     node.add_pre_hook(std::make_unique<Hook>(node));
-    node.add_post_hook(std::make_unique<After>(node));
+    node.add_post_hook(std::make_unique<PostHook>(node));
   }
 }
 
@@ -479,21 +482,19 @@ bool has_half_output_on_gpu(const Node& node) {
 void speed_up_norm(Node& node) {
   auto* const norm = has_half_output_on_gpu(node) ? as<NativeBatchNormBackward0>(&node) : nullptr;
   if (norm && norm->training) {
-    add_hooks<BeforeNorm>(*norm);
+    add_hooks<NormPreHook>(*norm);
   }
 }
 
 void speed_up_activation(Node& node) {
-  if (has_half_output_on_gpu(node) && (as<ReluBackward0>(&node) || typeid(node) == node_type()) && node.num_outputs() == 1) {
-    const NodePointer& before = node.next_edge(0).function;
-    if (as<NativeBatchNormBackward0>(before.get()) && before.use_count() == 1) {  // held by this node alone
-      add_hooks<BeforeActivation>(node);
-    }
+  if (has_half_output_on_gpu(node) && (as<ReluBackward0>(&node) || typeid(node) == node_type()) && node.num_outputs() == 1 &&
+      as<NativeBatchNormBackward0>(node.next_edge(0).function.get())) {
+    add_hooks<ActivationPreHook>(node);
   }
 }
 
 bool is_answered() {
-  return answered.node && torch::autograd::get_current_node().get() == answered.node;
+  return answered.node && answered.is_for(torch::autograd::get_current_node().get());
 }
 
 }  // namespace fastact::recipes

@@ -7,13 +7,13 @@
 
 namespace fastact::recipes {
 
-// Has a batch norm's node try, once its output is a recipe.
+// Adds hooks that compute its gradients to a batch norm's node, whose output is a recipe.
 void speed_up_norm(torch::autograd::Node& node);
 
-// The same for an activation's node, when its output is first saved: later others may hold the norm's node as well.
+// The same for an activation behind a norm, whose output is saved.
 void speed_up_activation(torch::autograd::Node& node);
 
-// Whether the node that runs has its results already, and needs none of what it saved.
+// Whether the node that runs has its results already, and reads what it saved for nothing.
 bool is_answered();
 
 }  // namespace fastact::recipes
