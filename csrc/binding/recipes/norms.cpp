@@ -41,6 +41,7 @@
 #include "leaves.h"
 #include "masks.h"
 #include "python.h"
+#include "verification.h"
 
 namespace fastact::recipes {
 namespace {
@@ -71,7 +72,7 @@ struct Answer {
   int task = -1;
   variable_list results;
 
-  bool is_for(const Node* other) const { return node && node == other && task == torch::autograd::get_current_graph_task_id(); }
+  bool is_for(const Node* other) const { return node == other && task == torch::autograd::get_current_graph_task_id(); }
 };
 
 thread_local Answer answered;
@@ -96,7 +97,7 @@ bool may_be_served(const at::Tensor& grad) {
          0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max();
 }
 
-// Whether it takes these.
+// Whether it takes one that it may take, with these.
 bool is_served(const at::Tensor& grad, const NormSaved& saved) {
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
   const auto is_here = [&](const at::Tensor& tensor) { return is_plain(tensor) && tensor.device() == grad.device(); };
@@ -107,10 +108,10 @@ bool is_served(const at::Tensor& grad, const NormSaved& saved) {
     return tensor.scalar_type() == dtype && tensor.dim() == 1 && tensor.size(0) == grad.size(1) && tensor.is_contiguous() &&
            is_here(tensor);
   };
-  return may_be_served(grad) && is_aligned(grad) && input.scalar_type() == grad.scalar_type() &&
-         input.sizes() == grad.sizes() && has_innermost_channels(input) && is_here(input) && is_aligned(input) &&
-         has_channels(mean, at::kFloat) && is_aligned(mean) && has_channels(invstd, at::kFloat) && is_aligned(invstd) &&
-         weight.defined() && (has_channels(weight, at::kFloat) || has_channels(weight, input.scalar_type())) &&
+  return is_aligned(grad) && input.scalar_type() == grad.scalar_type() && input.sizes() == grad.sizes() &&
+         has_innermost_channels(input) && is_here(input) && is_aligned(input) && has_channels(mean, at::kFloat) &&
+         is_aligned(mean) && has_channels(invstd, at::kFloat) && is_aligned(invstd) && weight.defined() &&
+         (has_channels(weight, at::kFloat) || has_channels(weight, input.scalar_type())) &&
          (!bias.defined() || has_channels(bias, weight.scalar_type()));
 }
 
@@ -150,16 +151,10 @@ NormGradients by_ops(const at::Tensor& grad, const NormSaved& saved, Needed need
   return at::native_batch_norm_backward(of_norm, input, weight, {}, {}, mean, invstd, /*train=*/true, no_eps, needed);
 }
 
-// Both wait for the device.
-bool is_equal(const at::Tensor& tensor, const at::Tensor& other) {
-  const auto bits = tensor.scalar_type() == at::kFloat ? at::kInt : at::kShort;
-  const at::Tensor of_tensor = tensor.view(bits), of_other = other.view(bits);
-  return of_tensor.equal(of_other) ||
-         of_tensor.eq(of_other).logical_or_(tensor.isnan().logical_and_(other.isnan())).all().item<bool>();
-}
-bool are_equal(const NormGradients& some, const NormGradients& others) {
-  return is_equal(std::get<0>(some), std::get<0>(others)) && is_equal(std::get<1>(some), std::get<1>(others)) &&
-         is_equal(std::get<2>(some), std::get<2>(others));
+// Waits for the device.
+bool are_identical(const NormGradients& some, const NormGradients& others) {
+  return is_identical(std::get<0>(some), std::get<0>(others)) && is_identical(std::get<1>(some), std::get<1>(others)) &&
+         is_identical(std::get<2>(some), std::get<2>(others));
 }
 
 // Numbers of either sign, from 1/8 to 2 in magnitude, that look random.
@@ -194,7 +189,7 @@ bool passes_trial(const NormSaved& saved) {
   } else if (saved.mask.defined()) {
     numbers.mask = some(saved.input, {mask_bytes(grad.numel())}).view(at::kByte);
   }
-  return are_equal(by_kernel(grad, numbers), by_ops(grad, numbers));
+  return are_identical(by_kernel(grad, numbers), by_ops(grad, numbers));
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
@@ -224,7 +219,7 @@ bool fits(const at::Tensor& grad, const NormSaved& saved) {
   }
   std::optional<bool> found;
   try {
-    found = passes_trial(saved) && are_equal(by_kernel(grad, saved), by_ops(grad, saved));
+    found = passes_trial(saved) && are_identical(by_kernel(grad, saved), by_ops(grad, saved));
   } catch (const c10::OutOfMemoryError&) {  // later there may be room, but each attempt empties the allocator's cache
   }
   const std::lock_guard<std::mutex> lock(mutex);

@@ -24,6 +24,7 @@
 #include "hook.h"
 #include "leaves.h"
 #include "value.h"
+#include "verification.h"
 
 namespace fastact::recipes {
 namespace {
@@ -59,15 +60,13 @@ bool fits(const Smooth& activation, c10::Device device) {
     const at::Tensor input = (some * 4097).view(at::kFloat), grad = (some * 40503).view(at::kFloat);
     const py::object value = keep(input);
     const auto found = compute_gradient(value_of(value), grad, *activation.gradient_opcode, {}, /*is_alone=*/true);
-    bool is_equal = false;
+    bool is_right = false;
     if (found) {
       const at::Tensor expected = activation.backward(grad, input);
-      const at::Tensor same = found->view(at::kInt).eq(expected.view(at::kInt));
-      const at::Tensor are_same = same.logical_or(found->isnan().logical_and(expected.isnan())).all();
       const py::gil_scoped_release no_gil;  // the device may be waiting for a callback that needs it
-      is_equal = are_same.item<bool>();
+      is_right = is_identical(*found, expected);
     }
-    return known[key] = is_equal;
+    return known[key] = is_right;
   } catch (const c10::OutOfMemoryError&) {
     return false;  // later there may be room
   }
