@@ -77,8 +77,9 @@ CODE_LAUNCH = "csrc/binding/codes/launch.cpp"
 CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
-CUDA_NORMS = "csrc/recipes/cuda/norms.cu"
-NORMS = "csrc/binding/recipes/norms.cpp"
+CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
+BATCH_NORM = "csrc/binding/recipes/batch_norm.cpp"
+ANSWERS = "csrc/binding/recipes/answers.cpp"
 
 VALUE = "csrc/binding/recipes/value.cpp"
 VALUE_HEADER = "csrc/binding/recipes/value.h"
@@ -149,28 +150,28 @@ ON = {
         Mutant("hardsigmoid: a sixth as on CUDA", ACTIVATIONS, "return x / T(6);", "return x * T(1.0f / 6.0f);"),
     ],
     "cuda": [
-        Mutant("sums in another order", CUDA_NORMS, "int k = 1; k < kSums; ++k", "int k = kSums - 1; k > 0; --k"),
+        Mutant("sums in another order", CUDA_BATCH_NORM, "int k = 1; k < kSums; ++k", "int k = kSums - 1; k > 0; --k"),
         Mutant(
             "a mean that is rounded",
-            CUDA_NORMS,
+            CUDA_BATCH_NORM,
             "__fmaf_rn(-of_grad[i], inverse_rows, grad[i])",
             "grad[i] - of_grad[i] * inverse_rows",
         ),
-        Mutant("no zeros at the end", CUDA_NORMS, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
-        Mutant("what is rounded to 0 isn't", CUDA_NORMS, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
-        Mutant("a norm that others read", NORMS, "return norm.use_count() == 2;", "return true;"),
-        Mutant("hooks miss a gradient", NORMS, "node.pre_hooks().size() > 1 || node.post_hooks().size() > 1", "false"),
-        Mutant("hooks on the norm's output", NORMS, "norm.tensor_pre_hooks().empty() && ", ""),
+        Mutant("no zeros at the end", CUDA_BATCH_NORM, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
+        Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
+        Mutant("a norm that others read", ANSWERS, "return next.use_count() == 2;", "return true;"),
+        Mutant("hooks miss a gradient", ANSWERS, "node.pre_hooks().size() > 1 || node.post_hooks().size() > 1", "false"),
+        Mutant("hooks on the norm's output", ANSWERS, "next.tensor_pre_hooks().empty() && ", ""),
         Mutant(
             "hooks outside asked twice",
-            NORMS,
+            BATCH_NORM,
             "value && !value_of(value).hooks_outside && !value_of(value).follows_from_outside()",
             "static_cast<bool>(value)",
         ),
-        Mutant("any slopes", NORMS, "slopes.inside == 1 && slopes.outside == 0 && ", ""),
-        Mutant("while there are tangents", NORMS, " && !torch::autograd::ForwardADLevel::try_get_by_idx(0)", ""),
-        Mutant("NaN that nobody finds", NORMS, "return !is_checked && ", "return "),
-        Mutant("an output that was written to", NORMS, "value_of(output).check_unwritten();", ""),
+        Mutant("any slopes", BATCH_NORM, "slopes.inside == 1 && slopes.outside == 0 && ", ""),
+        Mutant("while there are tangents", ANSWERS, " && !torch::autograd::ForwardADLevel::try_get_by_idx(0)", ""),
+        Mutant("NaN that nobody finds", ANSWERS, "return !is_checked && ", "return "),
+        Mutant("an output that was written to", BATCH_NORM, "value_of(output).check_unwritten();", ""),
         Mutant("factors of the first number", CUDA_LOOKUP, "(number << 16 | y)", "y"),
         Mutant("no factors beyond the direct ones", CUDA_LOOKUP, "(1u << bits) <= kDirect || number < kDirect", "true"),
         Mutant(

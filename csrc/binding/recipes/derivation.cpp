@@ -11,10 +11,10 @@
 #include "../dtypes.h"
 #include "../origin.h"
 #include "../strides.h"
+#include "batch_norm.h"
 #include "formulas.h"
 #include "joined.h"
 #include "leaves.h"
-#include "norms.h"
 
 namespace fastact::recipes {
 namespace {
@@ -225,7 +225,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
       ++value_of(each).readers;
     }
   }
-  speed_up_norm(*step.node);
+  speed_up_batch_norm(*step.node);
   return true;
 }
 

@@ -22,13 +22,14 @@
 #include <utility>
 
 #include "../strides.h"
+#include "answers.h"
+#include "batch_norm.h"
 #include "calls.h"
 #include "computing.h"
 #include "derivation.h"
 #include "formulas.h"
 #include "leaves.h"
 #include "masks.h"
-#include "norms.h"
 #include "python.h"
 
 namespace fastact::recipes {

@@ -2,15 +2,63 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+#include <map>
+#include <mutex>
+#include <optional>
+
+#include "../devices.h"
 
 namespace fastact::recipes {
 
 // Whether two tensors of a dtype of 16 or 32 bits have the same bits, or are NaN in the same places. Waits for the device.
-inline bool is_identical(const at::Tensor& tensor, const at::Tensor& other) {
-  const auto bits = tensor.element_size() == sizeof(float) ? at::kInt : at::kShort;
-  const at::Tensor of_tensor = tensor.view(bits), of_other = other.view(bits);
-  return of_tensor.equal(of_other) ||
-         of_tensor.eq(of_other).logical_or_(tensor.isnan().logical_and_(other.isnan())).all().item<bool>();
-}
+bool is_identical(const at::Tensor& tensor, const at::Tensor& other);
+
+// Numbers of either sign, from 1/8 to 2 in magnitude, that look random: float32 or of a half type.
+at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_t seed);
+
+// Whether a kernel gives the ops' bits, for each configuration: all that decides it, beside the numbers.
+template <class Configuration>
+class Verdicts {
+ public:
+  // What trial(), which waits for the device, returned when this was first asked; false where it can't be called now.
+  template <class Trial>
+  bool find(const Configuration& configuration, at::Device device, const Trial& trial) {
+    constexpr int most_failures = 3;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (const auto& known = verdicts_[configuration].verdict) {
+        return *known;
+      }
+    }
+    if (is_capturing(device)) {
+      return false;
+    }
+    std::optional<bool> found;
+    try {
+      found = trial();
+    } catch (const c10::OutOfMemoryError&) {  // later there may be room, but each attempt empties the allocator's cache
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Verdict& verdict = verdicts_[configuration];
+    if (!found && ++verdict.failures == most_failures) {
+      found = false;
+    }
+    if (found) {
+      verdict.verdict = found;
+    }
+    return found.value_or(false);
+  }
+
+ private:
+  struct Verdict {
+    std::optional<bool> verdict;
+    int failures = 0;
+  };
+
+  std::mutex mutex_;
+  std::map<Configuration, Verdict> verdicts_;
+};
 
 }  // namespace fastact::recipes

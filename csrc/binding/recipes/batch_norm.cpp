@@ -1,43 +1,31 @@
-#include "norms.h"
+#include "batch_norm.h"
 
-#include <ATen/ops/arange.h>
 #include <ATen/ops/batch_norm_elemt.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_batch_norm_backward.h>
 #include <ATen/ops/threshold_backward.h>
 #include <ATen/ops/where.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/autograd/anomaly_mode.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <tuple>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include "../../mask.h"
-#include "../../recipes/norms.h"
+#include "../../recipes/batch_norm.h"
 #include "../bits/autograd.h"
 #include "../devices.h"
 #include "../dispatch.h"
 #include "../dtypes.h"
 #include "../node.h"
+#include "answers.h"
 #include "formulas.h"
-#include "hook.h"
 #include "leaves.h"
 #include "masks.h"
 #include "python.h"
@@ -65,17 +53,6 @@ struct NormSaved {
   int64_t channels() const { return input.size(1); }
   int64_t rows() const { return input.numel() / channels(); }
 };
-
-// The results that a pre-hook in this thread has computed for a node of a pass, until the post-hook returns them.
-struct Answer {
-  const Node* node = nullptr;
-  int task = -1;
-  variable_list results;
-
-  bool is_for(const Node* other) const { return node == other && task == torch::autograd::get_current_graph_task_id(); }
-};
-
-thread_local Answer answered;
 
 // Whether the tensor lies in memory as a matrix whose rows are the channels of one position.
 bool has_innermost_channels(const at::Tensor& tensor) {
@@ -157,23 +134,6 @@ bool are_identical(const NormGradients& some, const NormGradients& others) {
          is_identical(std::get<2>(some), std::get<2>(others));
 }
 
-// Numbers of either sign, from 1/8 to 2 in magnitude, that look random.
-at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_t seed) {
-  const auto dtype = options.dtype().toScalarType();
-  struct {
-    uint32_t random, fixed;  // which bits of a word are, and what the others are
-  } const pattern = dtype == at::kFloat  ? decltype(pattern){0x81ffffff, 0x3e000000}
-                    : dtype == at::kHalf ? decltype(pattern){0x8fff8fff, 0x30003000}
-                                         : decltype(pattern){0x81ff81ff, 0x3e003e00};
-  const int64_t numbers = c10::multiply_integers(sizes), words = dtype == at::kFloat ? numbers : (numbers + 1) / 2;
-  at::Tensor bits = at::arange(seed, seed + words, options.dtype(at::kInt));
-  bits.mul_(0x61c88647);
-  bits.bitwise_xor_(bits.bitwise_right_shift(15)).mul_(0x2c1b3c6d);
-  bits.bitwise_xor_(bits.bitwise_right_shift(12));
-  bits.bitwise_and_(static_cast<int32_t>(pattern.random)).bitwise_or_(static_cast<int32_t>(pattern.fixed));
-  return bits.view(dtype).narrow(0, 0, numbers).view(sizes);
-}
-
 // Whether the kernel adds up so many rows as the ops do. A model's first gradients don't tell, since they are often zero.
 bool passes_trial(const NormSaved& saved) {
   constexpr int64_t tile = 32;  // of channels, which both treat alike
@@ -195,48 +155,22 @@ bool passes_trial(const NormSaved& saved) {
 // What decides whether the kernel gives the ops' bits, beside the numbers.
 using NormConfiguration = std::tuple<int64_t, int64_t, at::ScalarType, at::ScalarType, bool, bool, c10::DeviceIndex>;
 
-// Whether it does, as found when such gradients were first wanted; false where that can't be tried now.
+// Whether it does, as found when such gradients were first wanted.
 bool fits(const at::Tensor& grad, const NormSaved& saved) {
-  constexpr int most_failures = 3;
-  struct Verdict {
-    std::optional<bool> fits;
-    int failures = 0;
-  };
-  static auto& mutex = *new std::mutex();
-  static auto& verdicts = *new std::map<NormConfiguration, Verdict>();
+  static auto& verdicts = *new Verdicts<NormConfiguration>();
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
   const NormConfiguration configuration = {saved.rows(),   saved.channels(), input.scalar_type(),   weight.scalar_type(),
                                            bias.defined(), mask.defined(),   input.device().index()};
-  const auto verdict = [&]() -> Verdict& { return verdicts[configuration]; };
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (verdict().fits) {
-      return *verdict().fits;
-    }
-  }
-  if (is_capturing(grad.device())) {
-    return false;  // comparing waits for the device
-  }
-  std::optional<bool> found;
-  try {
-    found = passes_trial(saved) && are_identical(by_kernel(grad, saved), by_ops(grad, saved));
-  } catch (const c10::OutOfMemoryError&) {  // later there may be room, but each attempt empties the allocator's cache
-  }
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!found && ++verdict().failures == most_failures) {
-    found = false;
-  }
-  if (found) {
-    verdict().fits = found;
-  }
-  return found.value_or(false);
+  return verdicts.find(configuration, grad.device(), [&] {
+    return passes_trial(saved) && are_identical(by_kernel(grad, saved), by_ops(grad, saved));
+  });
 }
 
-std::mutex& mutex_of(Node& node) {
-  struct Access : Node {
-    static std::mutex Node::* mutex() { return &Access::mutex_; }
-  };
-  return node.*Access::mutex();
+// Whether what a node has saved may be read, and again by the node: the hooks around the scope may give a tensor back once.
+bool may_be_read_twice(Node& node, const SavedVariable& saved) {
+  return with_value(node, saved, [](const py::object& value) {
+    return value && !value_of(value).hooks_outside && !value_of(value).follows_from_outside();
+  });
 }
 
 // What a norm has saved, read as the node itself does.
@@ -245,24 +179,6 @@ NormSaved saved_by(NativeBatchNormBackward0& norm) {
   const NodePointer pointer = pointer_to(&norm);
   norm.running_mean_.unpack(), norm.running_var_.unpack();  // for the hooks outside, which wait to give them back
   return {norm.input_.unpack(), norm.weight_.unpack(), norm.result1_.unpack(pointer), norm.result2_.unpack(pointer), {}, {}};
-}
-
-// Calls function(value) with the value behind what a node has saved, or null, under the GIL: which is taken after the node's
-// own mutex, as where the node runs.
-template <class Function>
-auto with_value(Node& node, const SavedVariable& saved, const Function& function) {
-  std::unique_lock<std::mutex> lock(mutex_of(node));
-  const py::gil_scoped_acquire gil;
-  const py::object value = value_behind(saved);
-  lock.unlock();
-  return function(value);
-}
-
-// Whether what a node has saved may be read, and again by the node: the hooks around the scope may give a tensor back once.
-bool may_be_read_twice(Node& node, const SavedVariable& saved) {
-  return with_value(node, saved, [](const py::object& value) {
-    return value && !value_of(value).hooks_outside && !value_of(value).follows_from_outside();
-  });
 }
 
 // The recipe behind an object, if it is this instruction alone.
@@ -289,52 +205,12 @@ at::Tensor bias_before(ReluBackward0& relu) {
   });
 }
 
-// Whether a hook may compute a node's results, of which nobody but the node would notice. Not while there are tangents.
-bool may_answer(const Node& node, const at::Tensor& grad) {
-  const bool is_watched = node.pre_hooks().size() > 1 || node.post_hooks().size() > 1;
-  return grad.defined() && is_plain(grad) && !is_watched && !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
-         !c10::impl::dispatch_mode_enabled() && !torch::autograd::ForwardADLevel::try_get_by_idx(0);
-}
-
-// Computes a node's results before it runs. It is then given no gradient: it does nothing, and returns none.
-struct PreHook : torch::autograd::FunctionPreHook {
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}  // compiled autograd has the node run
-
- protected:
-  static variable_list answer(const Node& node, variable_list results, size_t grads) {
-    answered = {&node, torch::autograd::get_current_graph_task_id(), std::move(results)};
-    return variable_list(grads);
-  }
-};
-
-// Puts them in place of the node's.
-struct PostHook : torch::autograd::FunctionPostHook {
-  explicit PostHook(const Node& node) : node_(node) {}
-
-  variable_list operator()(const variable_list& results, const variable_list&) override {
-    if (!answered.is_for(&node_)) {
-      return results;
-    }
-    variable_list grads = std::exchange(answered, {}).results;
-    // As the engine has done with the node's: a parameter may want its gradient in another dtype.
-    torch::autograd::validate_outputs(node_.next_edges(), grads, [&](const std::string& error) {
-      return c10::str("recompute: ", node_.name(), ": ", error);
-    });
-    return grads;
-  }
-
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
-
- private:
-  const Node& node_;
-};
-
 class NormPreHook : public PreHook {
  public:
   explicit NormPreHook(NativeBatchNormBackward0& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
-    answered = {};
+    begin();
     const at::Tensor& grad = grads[0];
     if (auto given = take(grad)) {
       return answer(node_, {std::get<0>(*given), std::get<1>(*given), std::get<2>(*given)}, grads.size());
@@ -394,11 +270,11 @@ class ActivationPreHook : public PreHook {
   explicit ActivationPreHook(Node& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
-    answered = {};
+    begin();
     const at::Tensor& grad = grads[0];
     auto& norm = static_cast<NativeBatchNormBackward0&>(*node_.next_edge(0).function);
-    auto* const hook = norm.pre_hooks().empty() ? nullptr : dynamic_cast<NormPreHook*>(norm.pre_hooks()[0].get());
-    if (!hook || !may_answer(node_, grad) || !may_answer(norm, grad) || !may_be_served(grad) || !is_unnoticed(norm)) {
+    auto* const hook = hook_of<NormPreHook>(norm);
+    if (!hook || !may_answer(node_, grad) || !may_answer(norm, grad) || !may_be_served(grad) || !passes_unnoticed(node_)) {
       return grads;
     }
     const std::optional<NormGradients> results = of_both(norm, grad);
@@ -410,21 +286,6 @@ class ActivationPreHook : public PreHook {
   }
 
  private:
-  // Whether the pass does nothing with the gradient of the norm's output but give it to the norm, in the same stream.
-  bool is_unnoticed(Node& norm) const {
-    const bool is_checked = torch::autograd::AnomalyMode::is_enabled();  // whether it is NaN
-    return !is_checked && norm.tensor_pre_hooks().empty() && node_.task_should_compute_output(0) &&
-           norm.task_should_compute_output(0) && node_.stream() == norm.stream() && has_one_reader();
-  }
-
-  // Whether this node's edge is all that holds the norm's: not a tensor, another node, nor a pass that begins or ends there.
-  bool has_one_reader() const {
-    const NodePointer& norm = node_.next_edge(0).function;
-    const py::gil_scoped_acquire gil;
-    const py::object python = wrapped(norm);  // holds it as well; there may have been one already
-    return norm.use_count() == 2;
-  }
-
   // None where each node is to compute its own.
   std::optional<NormGradients> of_both(NativeBatchNormBackward0& norm, const at::Tensor& grad) {
     auto* const masked = dynamic_cast<MaskedNode*>(&node_);
@@ -453,20 +314,6 @@ class ActivationPreHook : public PreHook {
   Node& node_;
 };
 
-template <class Hook, class AnyNode>
-void add_hooks(AnyNode& node) {
-  if (node.pre_hooks().empty() && node.post_hooks().empty()) {
-    node.add_pre_hook(std::make_unique<Hook>(node));
-    node.add_post_hook(std::make_unique<PostHook>(node));
-  }
-}
-
-// The node behind another, if it is of a class.
-template <class AnyNode>
-AnyNode* as(Node* node) {
-  return node && typeid(*node) == typeid(AnyNode) ? static_cast<AnyNode*>(node) : nullptr;
-}
-
 bool has_half_output_on_gpu(const Node& node) {
   const auto& output = node.input_metadata(0);
   return kHasCuda && output.device().is_cuda() && is_half(c10::typeMetaToScalarType(output.dtype()));
@@ -474,7 +321,7 @@ bool has_half_output_on_gpu(const Node& node) {
 
 }  // namespace
 
-void speed_up_norm(Node& node) {
+void speed_up_batch_norm(Node& node) {
   auto* const norm = has_half_output_on_gpu(node) ? as<NativeBatchNormBackward0>(&node) : nullptr;
   if (norm && norm->training) {
     add_hooks<NormPreHook>(*norm);
@@ -486,10 +333,6 @@ void speed_up_activation(Node& node) {
       as<NativeBatchNormBackward0>(node.next_edge(0).function.get())) {
     add_hooks<ActivationPreHook>(node);
   }
-}
-
-bool is_answered() {
-  return answered.node && answered.is_for(torch::autograd::get_current_node().get());
 }
 
 }  // namespace fastact::recipes

@@ -8,12 +8,9 @@
 namespace fastact::recipes {
 
 // Adds hooks that compute its gradients to a batch norm's node, whose output is a recipe.
-void speed_up_norm(torch::autograd::Node& node);
+void speed_up_batch_norm(torch::autograd::Node& node);
 
 // The same for an activation behind a norm, whose output is saved.
 void speed_up_activation(torch::autograd::Node& node);
-
-// Whether the node that runs has its results already, and reads what it saved for nothing.
-bool is_answered();
 
 }  // namespace fastact::recipes

@@ -1,0 +1,89 @@
+// Hooks on a node of PyTorch's that compute what the node would, to the bit, in less time. The node stays as it is: the
+// pre-hook has the results and gives it no gradient, so that it does nothing; the post-hook puts them in place of none.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <memory>
+#include <mutex>
+#include <typeinfo>
+#include <utility>
+
+#include "hook.h"
+
+namespace fastact::recipes {
+
+namespace py = pybind11;
+
+// Whether a hook may compute a node's results, of which nobody but the node would notice. Not while there are tangents.
+bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
+
+// Whether a pass does nothing with a node's first result but give it to the next node, in the same stream.
+bool passes_unnoticed(torch::autograd::Node& node);
+
+// Whether the node that runs has its results already, and reads what it saved for nothing.
+bool is_answered();
+
+class PreHook : public torch::autograd::FunctionPreHook {
+ public:
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}  // compiled autograd has the node run
+
+ protected:
+  // Forgets what a node that failed has left.
+  static void begin();
+  // Returns what the node is given, where these are its results.
+  static torch::autograd::variable_list answer(
+      const torch::autograd::Node& node, torch::autograd::variable_list results, size_t grads);
+};
+
+class PostHook : public torch::autograd::FunctionPostHook {
+ public:
+  explicit PostHook(const torch::autograd::Node& node) : node_(node) {}
+
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& results, const torch::autograd::variable_list&) override;
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+
+ private:
+  const torch::autograd::Node& node_;
+};
+
+template <class Hook, class AnyNode>
+void add_hooks(AnyNode& node) {
+  if (node.pre_hooks().empty() && node.post_hooks().empty()) {
+    node.add_pre_hook(std::make_unique<Hook>(node));
+    node.add_post_hook(std::make_unique<PostHook>(node));
+  }
+}
+
+// The node behind another, if it is of a class.
+template <class AnyNode>
+AnyNode* as(torch::autograd::Node* node) {
+  return node && typeid(*node) == typeid(AnyNode) ? static_cast<AnyNode*>(node) : nullptr;
+}
+
+// The hook that add_hooks has added, or null.
+template <class Hook>
+Hook* hook_of(const torch::autograd::Node& node) {
+  return node.pre_hooks().empty() ? nullptr : dynamic_cast<Hook*>(node.pre_hooks()[0].get());
+}
+
+// What a node locks while it runs.
+std::mutex& mutex_of(torch::autograd::Node& node);
+
+// Calls function(value) with the value behind what a node has saved, or null, under the GIL: which is taken after the node's
+// own mutex, as where the node runs.
+template <class Function>
+auto with_value(torch::autograd::Node& node, const torch::autograd::SavedVariable& saved, const Function& function) {
+  std::unique_lock<std::mutex> lock(mutex_of(node));
+  const py::gil_scoped_acquire gil;
+  const py::object value = value_behind(saved);
+  lock.unlock();
+  return function(value);
+}
+
+}  // namespace fastact::recipes
