@@ -79,6 +79,8 @@ CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
 CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
 BATCH_NORM = "csrc/binding/recipes/batch_norm.cpp"
+CUDA_LAYER_NORM = "csrc/recipes/cuda/layer_norm.cu"
+LAYER_NORM = "csrc/binding/recipes/layer_norm.cpp"
 ANSWERS = "csrc/binding/recipes/answers.cpp"
 
 VALUE = "csrc/binding/recipes/value.cpp"
@@ -159,7 +161,7 @@ ON = {
         ),
         Mutant("no zeros at the end", CUDA_BATCH_NORM, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
-        Mutant("a norm that others read", ANSWERS, "return next.use_count() == 2;", "return true;"),
+        Mutant("a norm that others read", ANSWERS, "return next.use_count() == (has_saved ? 3 : 2);", "return true;"),
         Mutant("hooks miss a gradient", ANSWERS, "node.pre_hooks().size() > 1 || node.post_hooks().size() > 1", "false"),
         Mutant("hooks on the norm's output", ANSWERS, "next.tensor_pre_hooks().empty() && ", ""),
         Mutant(
@@ -172,6 +174,40 @@ ON = {
         Mutant("while there are tangents", ANSWERS, " && !torch::autograd::ForwardADLevel::try_get_by_idx(0)", ""),
         Mutant("NaN that nobody finds", ANSWERS, "return !is_checked && ", "return "),
         Mutant("an output that was written to", BATCH_NORM, "value_of(output).check_unwritten();", ""),
+        Mutant(
+            "warps in another order",
+            CUDA_LAYER_NORM,
+            "(parts[2] + 0.0f)) + (parts[1] + 0.0f",
+            "(parts[1] + 0.0f)) + (parts[2] + 0.0f",
+        ),
+        Mutant(
+            "threads in another order",
+            CUDA_LAYER_NORM,
+            "(parts[0] + parts[2]) + (parts[1] + parts[3])",
+            "(parts[0] + parts[1]) + (parts[2] + parts[3])",
+        ),
+        Mutant("rows in other sums", CUDA_LAYER_NORM, "rows = 8;", "rows = 16;"),
+        Mutant("many rows as few", CUDA_LAYER_NORM, "norm.rows > many_rows && ", "norm.rows > 2 * many_rows && "),
+        Mutant(
+            "a product that is rounded",
+            CUDA_LAYER_NORM,
+            "__fmaf_rn(grad[vector][i], count * weight[vector][i], -projected)",
+            "(grad[vector][i] * (count * weight[vector][i]) - projected)",
+        ),
+        Mutant(
+            "rows before they are there",
+            CUDA_LAYER_NORM,
+            "__pipeline_wait_prior(kStages - 2);",
+            "__pipeline_wait_prior(kStages - 1);",
+        ),
+        Mutant(
+            "hooks on a cast",
+            LAYER_NORM,
+            "cast->pre_hooks().empty() &&\n                            cast->post_hooks().empty() && ",
+            "",
+        ),
+        Mutant("a gradient left in the half type", LAYER_NORM, "given[0].to(dtype_of_output(node_))", "given[0]"),
+        Mutant("a norm's input that was written to", LAYER_NORM, "value_of(object).check_unwritten();", ""),
         Mutant("factors of the first number", CUDA_LOOKUP, "(number << 16 | y)", "y"),
         Mutant("no factors beyond the direct ones", CUDA_LOOKUP, "(1u << bits) <= kDirect || number < kDirect", "true"),
         Mutant(

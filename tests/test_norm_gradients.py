@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from activations_cuda import _C, recompute
 from activations_cuda.recipes.verification import is_identical
+from recomputing import kernels
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_hidden_errors")]
 
@@ -58,14 +58,6 @@ class Norm(nn.Module):
 
     def leaves(self):
         return [leaf for leaf in (self.x, self.weight, self.bias, self.grad) if leaf is not None and leaf.requires_grad]
-
-
-def kernels(function):
-    """What a function returns, and the names of the kernels that it runs."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        result = function()
-        torch.cuda.synchronize()
-    return result, {event.name for event in profiler.events()}
 
 
 def is_ours(names, behind):

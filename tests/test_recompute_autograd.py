@@ -74,6 +74,14 @@ def test_retain_graph():
     same_with_scope(run)
 
 
+def test_what_a_node_saves_holds_the_node_that_made_it():
+    """So passes_unnoticed (answers.cpp) counts."""
+    x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    with recompute():
+        node = F.layer_norm(x.float(), (8,)).grad_fn
+    assert node._saved_input.grad_fn is node.next_functions[0][0]
+
+
 def test_parts_of_a_graph():
     def run(scope):
         net, x = small_net()

@@ -22,8 +22,9 @@ namespace py = pybind11;
 // Whether a hook may compute a node's results, of which nobody but the node would notice. Not while there are tangents.
 bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
 
-// Whether a pass does nothing with a node's first result but give it to the next node, in the same stream.
-bool passes_unnoticed(torch::autograd::Node& node);
+// Whether a pass does nothing with a node's first result but give it to the next node, in the same stream. `has_saved`: whether
+// the node has saved, in the scope, what the next one made.
+bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false);
 
 // Whether the node that runs has its results already, and reads what it saved for nothing.
 bool is_answered();
@@ -35,9 +36,10 @@ class PreHook : public torch::autograd::FunctionPreHook {
  protected:
   // Forgets what a node that failed has left.
   static void begin();
-  // Returns what the node is given, where these are its results.
+  // Returns what the node is given, where these are its results. `is_for_next`: the hook of the next node takes the first as it
+  // is, whatever its dtype.
   static torch::autograd::variable_list answer(
-      const torch::autograd::Node& node, torch::autograd::variable_list results, size_t grads);
+      const torch::autograd::Node& node, torch::autograd::variable_list results, size_t grads, bool is_for_next = false);
 };
 
 class PostHook : public torch::autograd::FunctionPostHook {

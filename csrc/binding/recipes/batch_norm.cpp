@@ -26,6 +26,7 @@
 #include "../node.h"
 #include "answers.h"
 #include "formulas.h"
+#include "fusion.h"
 #include "leaves.h"
 #include "masks.h"
 #include "python.h"
@@ -47,7 +48,7 @@ constexpr int64_t kVector = BatchNormGradient::kVector;
 
 // What a norm's gradients are made of, beside the incoming one. That is of an activation's output if there is a bias, of a ReLU
 // behind the norm, or a mask of where another passes it.
-struct NormSaved {
+struct BatchNormSaved {
   at::Tensor input, weight, mean, invstd, bias, mask;
 
   int64_t channels() const { return input.size(1); }
@@ -75,7 +76,7 @@ bool may_be_served(const at::Tensor& grad) {
 }
 
 // Whether it takes one that it may take, with these.
-bool is_served(const at::Tensor& grad, const NormSaved& saved) {
+bool is_served(const at::Tensor& grad, const BatchNormSaved& saved) {
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
   const auto is_here = [&](const at::Tensor& tensor) { return is_plain(tensor) && tensor.device() == grad.device(); };
   const auto is_aligned = [](const at::Tensor& tensor) {
@@ -92,13 +93,13 @@ bool is_served(const at::Tensor& grad, const NormSaved& saved) {
          (!bias.defined() || has_channels(bias, weight.scalar_type()));
 }
 
-NormGradients by_kernel(const at::Tensor& grad, const NormSaved& saved) {
+NormGradients by_kernel(const at::Tensor& grad, const BatchNormSaved& saved) {
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
   NormGradients result(at::empty_like(input), at::empty_like(weight), at::empty_like(weight));
   BatchNormGradient norm = {};
   norm.rows = static_cast<int>(saved.rows());
   norm.channels = static_cast<int>(saved.channels());
-  norm.element = input.scalar_type() == at::kHalf ? Element::float16 : Element::bfloat16;
+  norm.element = element_of(input.scalar_type());
   norm.grad = grad.const_data_ptr();
   norm.input = input.const_data_ptr();
   norm.mean = mean.const_data_ptr<float>();
@@ -116,7 +117,7 @@ NormGradients by_kernel(const at::Tensor& grad, const NormSaved& saved) {
   return result;
 }
 
-NormGradients by_ops(const at::Tensor& grad, const NormSaved& saved, Needed needed = {true, true, true}) {
+NormGradients by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed needed = {true, true, true}) {
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
   constexpr double no_eps = 0;  // with 1/std, and in training, it isn't read; nor are running statistics
   at::Tensor of_norm = grad;
@@ -135,12 +136,12 @@ bool are_identical(const NormGradients& some, const NormGradients& others) {
 }
 
 // Whether the kernel adds up so many rows as the ops do. A model's first gradients don't tell, since they are often zero.
-bool passes_trial(const NormSaved& saved) {
+bool passes_trial(const BatchNormSaved& saved) {
   constexpr int64_t tile = 32;  // of channels, which both treat alike
   const int64_t channels = std::min(saved.channels(), tile);
   int64_t seed = 0;
   const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) { return some_numbers(sizes, of.options(), ++seed); };
-  NormSaved numbers = {
+  BatchNormSaved numbers = {
       some(saved.input, {saved.rows(), channels}), some(saved.weight, {channels}), some(saved.mean, {channels}),
       some(saved.invstd, {channels})};
   const at::Tensor grad = some(saved.input, {saved.rows(), channels});
@@ -153,14 +154,14 @@ bool passes_trial(const NormSaved& saved) {
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
-using NormConfiguration = std::tuple<int64_t, int64_t, at::ScalarType, at::ScalarType, bool, bool, c10::DeviceIndex>;
+using BatchNormConfiguration = std::tuple<int64_t, int64_t, at::ScalarType, at::ScalarType, bool, bool, c10::DeviceIndex>;
 
 // Whether it does, as found when such gradients were first wanted.
-bool fits(const at::Tensor& grad, const NormSaved& saved) {
-  static auto& verdicts = *new Verdicts<NormConfiguration>();
+bool fits(const at::Tensor& grad, const BatchNormSaved& saved) {
+  static auto& verdicts = *new Verdicts<BatchNormConfiguration>();
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
-  const NormConfiguration configuration = {saved.rows(),   saved.channels(), input.scalar_type(),   weight.scalar_type(),
-                                           bias.defined(), mask.defined(),   input.device().index()};
+  const BatchNormConfiguration configuration = {saved.rows(),   saved.channels(), input.scalar_type(),   weight.scalar_type(),
+                                                bias.defined(), mask.defined(),   input.device().index()};
   return verdicts.find(configuration, grad.device(), [&] {
     return passes_trial(saved) && are_identical(by_kernel(grad, saved), by_ops(grad, saved));
   });
@@ -174,7 +175,7 @@ bool may_be_read_twice(Node& node, const SavedVariable& saved) {
 }
 
 // What a norm has saved, read as the node itself does.
-NormSaved saved_by(NativeBatchNormBackward0& norm) {
+BatchNormSaved saved_by(NativeBatchNormBackward0& norm) {
   const std::lock_guard<std::mutex> lock(mutex_of(norm));
   const NodePointer pointer = pointer_to(&norm);
   norm.running_mean_.unpack(), norm.running_var_.unpack();  // for the hooks outside, which wait to give them back
@@ -205,9 +206,9 @@ at::Tensor bias_before(ReluBackward0& relu) {
   });
 }
 
-class NormPreHook : public PreHook {
+class BatchNormPreHook : public PreHook {
  public:
-  explicit NormPreHook(NativeBatchNormBackward0& node) : node_(node) {}
+  explicit BatchNormPreHook(NativeBatchNormBackward0& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
     begin();
@@ -219,7 +220,7 @@ class NormPreHook : public PreHook {
     if (!may_answer(node_, grad) || !may_be_served(grad) || !is_needed(0)) {
       return grads;
     }
-    const NormSaved saved = saved_by(node_);
+    const BatchNormSaved saved = saved_by(node_);
     auto [of_input, of_weight, of_bias] = is_served(grad, saved) && fits(grad, saved)
                                               ? by_kernel(grad, saved)
                                               : by_ops(grad, saved, {is_needed(0), is_needed(1), is_needed(2)});
@@ -273,7 +274,7 @@ class ActivationPreHook : public PreHook {
     begin();
     const at::Tensor& grad = grads[0];
     auto& norm = static_cast<NativeBatchNormBackward0&>(*node_.next_edge(0).function);
-    auto* const hook = hook_of<NormPreHook>(norm);
+    auto* const hook = hook_of<BatchNormPreHook>(norm);
     if (!hook || !may_answer(node_, grad) || !may_answer(norm, grad) || !may_be_served(grad) || !passes_unnoticed(node_)) {
       return grads;
     }
@@ -294,7 +295,7 @@ class ActivationPreHook : public PreHook {
         (masked && (!selects(*masked, grad) || !may_be_read_twice(node_, masked->mask())))) {
       return std::nullopt;
     }
-    NormSaved saved = saved_by(norm);
+    BatchNormSaved saved = saved_by(norm);
     if (masked) {
       const std::lock_guard<std::mutex> lock(mutex_of(node_));
       saved.mask = masked->mask().unpack();
@@ -324,7 +325,7 @@ bool has_half_output_on_gpu(const Node& node) {
 void speed_up_batch_norm(Node& node) {
   auto* const norm = has_half_output_on_gpu(node) ? as<NativeBatchNormBackward0>(&node) : nullptr;
   if (norm && norm->training) {
-    add_hooks<NormPreHook>(*norm);
+    add_hooks<BatchNormPreHook>(*norm);
   }
 }
 

@@ -278,7 +278,7 @@ at::Tensor Value::compute(bool* is_temporary) {
   }
   const bool is_back = is_cast_back(*this);
   if (is_back || (!formula.is(formulas().cast) && half() != at::ScalarType::Undefined)) {
-    const at::Tensor tensor = is_back ? InHalf(dtype).of(value_of(operands[0])) : InHalf(half()).of(*this).to(at::kFloat);
+    const at::Tensor tensor = is_back ? in_half(value_of(operands[0])) : in_half(*this).to(at::kFloat);
     return wanted ? in_strides(tensor, *wanted) : tensor;
   }
   if (formula.is(formulas().as_strided)) {
@@ -366,6 +366,10 @@ bool is_cast_back(const Value& value) {
   }
   Value& wide = value_of(value.operands[0]);
   return wide.half() == value.dtype && !wide.must_be_computed_once();
+}
+
+at::Tensor in_half(Value& value) {
+  return InHalf(value.half()).of(value);
 }
 
 }  // namespace fastact::recipes

@@ -18,4 +18,7 @@ struct Packing {
 // Whether it is a cast back to the half type that all its elements came from, by movements alone: nothing is to be cast.
 bool is_cast_back(const Value& value);
 
+// A recipe's tensor in the half type that all its elements came from (Value::half).
+at::Tensor in_half(Value& value);
+
 }  // namespace fastact::recipes

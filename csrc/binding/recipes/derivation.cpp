@@ -14,6 +14,7 @@
 #include "batch_norm.h"
 #include "formulas.h"
 #include "joined.h"
+#include "layer_norm.h"
 #include "leaves.h"
 
 namespace fastact::recipes {
@@ -226,6 +227,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
     }
   }
   speed_up_batch_norm(*step.node);
+  speed_up_layer_norm(*step.node);
   return true;
 }
 

@@ -25,10 +25,6 @@ bool is_float(at::ScalarType dtype) {
   return dtype == at::kFloat || is_half(dtype);
 }
 
-Element element_of(at::ScalarType dtype) {
-  return dtype == at::kHalf ? Element::float16 : dtype == at::kBFloat16 ? Element::bfloat16 : Element::float32;
-}
-
 // Whether the CPU takes subnormals for zero, which tables and conversions know nothing of.
 bool flushes_subnormals() {
   volatile float subnormal = 1e-40f;
@@ -541,6 +537,10 @@ std::optional<at::Tensor> Builder::run() {
 }
 
 }  // namespace
+
+Element element_of(at::ScalarType dtype) {
+  return dtype == at::kHalf ? Element::float16 : dtype == at::kBFloat16 ? Element::bfloat16 : Element::float32;
+}
 
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
   if (!has_kernels(*recipe.device)) {

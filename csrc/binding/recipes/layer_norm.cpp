@@ -1,0 +1,261 @@
+#include "layer_norm.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_layer_norm_backward.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+#include "../../recipes/layer_norm.h"
+#include "../devices.h"
+#include "../dispatch.h"
+#include "../dtypes.h"
+#include "../node.h"
+#include "answers.h"
+#include "computing.h"
+#include "fusion.h"
+#include "leaves.h"
+#include "python.h"
+#include "verification.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using torch::autograd::generated::NativeLayerNormBackward0;
+using torch::autograd::generated::ToCopyBackward0;
+using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
+
+at::ScalarType dtype_of_output(const Node& node) {
+  return c10::typeMetaToScalarType(node.input_metadata(0).dtype());
+}
+
+// What a norm's gradients are made of, beside the incoming one, which may be in a half type, as the input, if the norm is in
+// float32.
+struct LayerNormSaved {
+  at::ScalarType dtype;
+  at::DimVector shape;  // of a row
+  at::Tensor input, weight, bias, mean, invstd;
+
+  int64_t columns() const { return c10::multiply_integers(shape); }
+  int64_t rows() const { return input.numel() / columns(); }
+};
+
+// Whether the kernel takes these.
+bool is_served(const at::Tensor& grad, const LayerNormSaved& saved) {
+  constexpr size_t alignment = 16;
+  const auto is_one = [&](const at::Tensor& tensor, at::ScalarType dtype) {
+    return is_plain(tensor) && tensor.device() == grad.device() && tensor.scalar_type() == dtype && tensor.is_contiguous() &&
+           reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
+  };
+  const auto is_one_or_half = [&](const at::Tensor& tensor) {
+    const at::ScalarType dtype = tensor.scalar_type();
+    return is_one(tensor, is_half(dtype) && saved.dtype == at::kFloat ? dtype : saved.dtype);
+  };
+  const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
+  const bool has_one_half = !is_half(grad.scalar_type()) || !is_half(input.scalar_type()) || grad.dtype() == input.dtype();
+  return is_one_or_half(grad) && is_one_or_half(input) && has_one_half && (!weight.defined() || is_one(weight, dtype)) &&
+         is_one(mean, at::kFloat) && is_one(invstd, at::kFloat) && grad.sizes() == input.sizes() && 0 < grad.numel() &&
+         grad.numel() <= std::numeric_limits<int>::max() && saved.columns() % LayerNormGradient::kVector == 0 &&
+         saved.columns() <= LayerNormGradient::kMostColumns;
+}
+
+variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
+  const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
+  const bool has_sums = needed[1] || needed[2];
+  at::Tensor of_input = at::empty_like(input), of_weight, of_bias, sums;
+  LayerNormGradient norm = {};
+  norm.rows = static_cast<int>(saved.rows());
+  norm.columns = static_cast<int>(saved.columns());
+  norm.grad_element = element_of(grad.scalar_type());
+  norm.input_element = element_of(input.scalar_type());
+  norm.weight_element = element_of(dtype);
+  norm.grad = grad.const_data_ptr();
+  norm.input = input.const_data_ptr();
+  norm.mean = mean.const_data_ptr<float>();
+  norm.invstd = invstd.const_data_ptr<float>();
+  norm.weight = weight.defined() ? weight.const_data_ptr() : nullptr;
+  norm.grad_input = of_input.mutable_data_ptr();
+  LayerNormSums size = {};
+  Cuda::launch(input, [&](cuda::Stream stream) {
+    if (has_sums) {
+      if (const cuda::Error error = cuda::sums_of(norm, &size)) {
+        return error;
+      }
+      const auto options = input.options().dtype(dtype);
+      sums = at::empty({2, size.many, norm.columns}, size.are_results ? options : options.dtype(at::kFloat));
+      norm.sums = sums.mutable_data_ptr();
+      of_bias = size.are_results ? at::Tensor() : at::empty(shape, options);
+      of_weight = size.are_results ? at::Tensor() : at::empty(shape, options);
+      norm.grad_bias = size.are_results ? nullptr : of_bias.mutable_data_ptr();
+      norm.grad_weight = size.are_results ? nullptr : of_weight.mutable_data_ptr();
+    }
+    return cuda::run(norm, stream);
+  });
+  if (size.are_results) {
+    of_bias = sums[0].sum(0).view(shape);
+    of_weight = sums[1].sum(0).view(shape);
+  }
+  return {of_input, needed[1] ? of_weight : at::Tensor(), needed[2] ? of_bias : at::Tensor()};
+}
+
+variable_list by_ops(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
+  const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
+  auto [of_input, of_weight, of_bias] =
+      at::native_layer_norm_backward(grad.to(dtype), input.to(dtype), shape, mean, invstd, weight, bias, needed);
+  return {of_input.to(input.scalar_type()), of_weight, of_bias};
+}
+
+// Whether the kernel gives the same. Waits for the device.
+bool agree(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
+  const variable_list found = by_kernel(grad, saved, needed), expected = by_ops(grad, saved, needed);
+  return std::equal(found.begin(), found.end(), expected.begin(), [](const at::Tensor& one, const at::Tensor& other) {
+    return one.defined() == other.defined() && (!one.defined() || is_identical(one, other));
+  });
+}
+
+// The same for other numbers: a model's first gradients don't tell, since they are often zero.
+bool agree_on_numbers(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed, int64_t rows, int64_t columns) {
+  int64_t seed = 0;
+  const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) {
+    return of.defined() ? some_numbers(sizes, of.options(), ++seed) : at::Tensor();
+  };
+  const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
+  const LayerNormSaved numbers = {
+      dtype,
+      {columns},
+      some(input, {rows, columns}),
+      some(weight, {columns}),
+      some(bias, {columns}),
+      some(mean, {rows, 1}),
+      some(invstd, {rows, 1})};
+  return agree(some(grad, {rows, columns}), numbers, needed);
+}
+
+// What decides whether the kernel gives the ops' bits, beside the numbers.
+using LayerNormConfiguration =
+    std::tuple<int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool, bool, bool, c10::DeviceIndex>;
+
+// Whether it does, as found when such gradients were first wanted.
+bool fits(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
+  static auto& verdicts = *new Verdicts<LayerNormConfiguration>();
+  const LayerNormConfiguration configuration = {
+      saved.rows(),           saved.columns(), grad.scalar_type(), saved.input.scalar_type(), saved.dtype,
+      saved.weight.defined(), needed[1],       needed[2],          grad.device().index()};
+  return verdicts.find(configuration, grad.device(), [&] {
+    constexpr int64_t few = 64, many = 64 * 1024;  // rows: ATen adds up more of them in another way
+    constexpr int64_t tile = 32;                   // columns, of which it treats all alike
+    const auto agree_for = [&](int64_t rows, int64_t columns) {
+      return agree_on_numbers(grad, saved, needed, std::min(rows, saved.rows()), std::min(columns, saved.columns()));
+    };
+    return agree_for(few, saved.columns()) && agree_for(many, tile) &&
+           (saved.rows() <= many || agree_for(saved.rows(), tile)) && agree(grad, saved, needed);
+  });
+}
+
+class LayerNormPreHook : public PreHook {
+ public:
+  explicit LayerNormPreHook(NativeLayerNormBackward0& node) : node_(node) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    begin();
+    const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
+    if (!may_answer(node_, grads[0]) || !is_needed(0)) {
+      variable_list given = grads;  // which a cast's hook may have left in a half type
+      given[0] = given[0].defined() ? given[0].to(dtype_of_output(node_)) : given[0];
+      return given;
+    }
+    const at::Tensor grad = grads[0].contiguous();  // and the input, as the op does
+    const LayerNormSaved saved = saved_by(half_of_next());
+    const Needed needed = {true, is_needed(1), is_needed(2)};
+    variable_list results =
+        is_served(grad, saved) && fits(grad, saved, needed) ? by_kernel(grad, saved, needed) : by_ops(grad, saved, needed);
+    return answer(node_, std::move(results), grads.size(), /*is_for_next=*/saved.input.scalar_type() != saved.dtype);
+  }
+
+ private:
+  // The half type of a cast before the norm which takes its gradient in that, or undefined.
+  at::ScalarType half_of_next() const {
+    const auto* const cast = as<ToCopyBackward0>(node_.next_edge(0).function.get());
+    const bool takes_half = cast && dtype_of_output(node_) == at::kFloat && cast->pre_hooks().empty() &&
+                            cast->post_hooks().empty() && cast->self_options.device() == node_.input_metadata(0).device() &&
+                            is_half(c10::typeMetaToScalarType(cast->self_options.dtype()));
+    return takes_half && passes_unnoticed(node_, /*has_saved=*/true) ? c10::typeMetaToScalarType(cast->self_options.dtype())
+                                                                     : at::ScalarType::Undefined;
+  }
+
+  // What the norm has saved, read as the node itself does, but the input in its half type if that is wanted.
+  LayerNormSaved saved_by(at::ScalarType half) {
+    at::Tensor input;
+    if (half != at::ScalarType::Undefined) {
+      input = with_value(node_, node_.input_, [&](const py::object& object) {
+        if (!object || !value_of(object).is_recipe() || value_of(object).half() != half ||
+            value_of(object).must_be_computed_once()) {
+          return at::Tensor();
+        }
+        const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+        note_unpacking();
+        value_of(object).check_unwritten();
+        return in_half(value_of(object));
+      });
+    }
+    const std::lock_guard<std::mutex> lock(mutex_of(node_));
+    const NodePointer pointer = pointer_to(&node_);
+    return {
+        dtype_of_output(node_),
+        at::DimVector(C10_AS_INTARRAYREF_SLOW(node_.normalized_shape)),
+        (input.defined() ? input : node_.input_.unpack()).contiguous(),
+        node_.weight_.unpack(),
+        node_.bias_.unpack(),
+        node_.result1_.unpack(pointer),
+        node_.result2_.unpack(pointer)};
+  }
+
+  NativeLayerNormBackward0& node_;
+};
+
+// Leaves a gradient as it is for the norm before the cast, whose hook takes that.
+class CastPreHook : public PreHook {
+ public:
+  explicit CastPreHook(ToCopyBackward0& node) : node_(node) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    begin();
+    const at::Tensor& grad = grads[0];
+    const Node& norm = *node_.next_edge(0).function;
+    const auto& output = norm.input_metadata(0);
+    const bool is_left = hook_of<LayerNormPreHook>(norm) && may_answer(node_, grad) && may_answer(norm, grad) &&
+                         dtype_of_output(norm) == at::kFloat && is_half(grad.scalar_type()) &&
+                         output.device() == grad.device() && output.is_same_shape(grad) && passes_unnoticed(node_);
+    return is_left ? answer(node_, {grad}, grads.size(), /*is_for_next=*/true) : grads;
+  }
+
+ private:
+  ToCopyBackward0& node_;
+};
+
+}  // namespace
+
+void speed_up_layer_norm(Node& node) {
+  if (!kHasCuda || !node.input_metadata(0).device().is_cuda()) {
+    return;
+  }
+  auto* const norm = as<NativeLayerNormBackward0>(&node);
+  if (norm && (dtype_of_output(node) == at::kFloat || is_half(dtype_of_output(node)))) {
+    add_hooks<LayerNormPreHook>(*norm);
+  }
+  auto* const cast = as<ToCopyBackward0>(&node);
+  if (cast && as<NativeLayerNormBackward0>(node.next_edge(0).function.get())) {
+    add_hooks<CastPreHook>(*cast);
+  }
+}
+
+}  // namespace fastact::recipes

@@ -1,0 +1,481 @@
+"""The gradients of a layer norm, which a kernel of ours computes in the scope, with the casts around it: PyTorch's bits."""
+
+import itertools
+import math
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from activations_cuda import recompute
+from activations_cuda.recipes.verification import is_identical
+from recomputing import kernels
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_hidden_errors")]
+
+# Rows that ATen adds up in one sum, in 8, 16 and 32, and in as many as there are blocks, with and without a remainder; columns
+# that a row's warp, eight threads or block have, with and without a remainder.
+SHAPES = (
+    (1, 8),
+    (3, 96),
+    (64, 136),
+    (127, 256),
+    (128, 1000),
+    (255, 512),
+    (256, 768),
+    (1030, 1024),
+    (300, 2048),
+    (77, 4096),
+    (65536, 8),
+    (65537, 96),
+    (66, 1001, 192),
+)
+
+# The dtypes of the input, of the norm, and of what reads it.
+KINDS = {
+    "float32": (torch.float32, torch.float32, torch.float32),
+    "half": (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "cast behind": (torch.float32, torch.float32, torch.bfloat16),
+    "cast before": (torch.bfloat16, torch.float32, torch.float32),
+    "casts": (torch.bfloat16, torch.float32, torch.bfloat16),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+class Norm(nn.Module):
+    """A layer norm of what follows from a leaf, whose output is scaled by what looks like the next layer's gradient."""
+
+    def __init__(self, shape, kind="casts", half=torch.bfloat16, affine=True, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        dtypes = [half if dtype == torch.bfloat16 else dtype for dtype in KINDS[kind]]
+        self.of_input, self.of_norm, self.of_output = dtypes
+        self.x = nn.Parameter((torch.randn(shape, device="cuda") * 2 + 0.3).to(self.of_input))
+        self.grad = nn.Parameter(torch.randn(shape, device="cuda").to(self.of_output))
+        self.weight = nn.Parameter(torch.randn(shape[-1:], device="cuda").to(self.of_norm)) if affine else None
+        self.bias = nn.Parameter(torch.randn(shape[-1:], device="cuda").to(self.of_norm)) if affine and bias else None
+
+    def input(self):
+        return self.x * 1  # no leaf
+
+    def normalized(self, x):
+        return F.layer_norm(x.to(self.of_norm), self.grad.shape[-1:], self.weight, self.bias)
+
+    def forward(self):
+        return self.normalized(self.input()).to(self.of_output) * self.grad
+
+    def leaves(self):
+        return [leaf for leaf in (self.x, self.weight, self.bias, self.grad) if leaf is not None and leaf.requires_grad]
+
+
+def gradients(norm, scope=None):
+    with scope or torch.enable_grad():
+        loss = norm().sum()
+    return torch.autograd.grad(loss, norm.leaves())
+
+
+def is_ours(names):
+    return any("::input_kernel<" in name for name in names)
+
+
+def check(norm, expected_is_ours=True):
+    expected = gradients(norm)
+    for _ in range(3):
+        with recompute():
+            loss = norm().sum()
+        found, names = kernels(lambda loss=loss: torch.autograd.grad(loss, norm.leaves()))
+        assert all(map(is_identical, found, expected))
+        assert [each.stride() for each in found] == [each.stride() for each in expected]
+    assert is_ours(names) == expected_is_ours
+    if expected_is_ours:
+        assert not any("WithCast" in name or "float16_copy" in name for name in names)
+
+
+@kinds
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_bits_are_the_ops(shape, kind):
+    check(Norm(shape, kind))
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(255, 512), (65537, 96)])
+def test_float16(shape, kind):
+    check(Norm(shape, kind, torch.float16))
+
+
+@kinds
+@pytest.mark.parametrize("affine, bias", [(True, False), (False, False)])
+@pytest.mark.parametrize("shape", [(255, 512), (65537, 96)])
+def test_without_weights(shape, affine, bias, kind):
+    check(Norm(shape, kind, affine=affine, bias=bias))
+
+
+@pytest.mark.parametrize("kind", ["half", "casts"])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("special", [math.nan, math.inf, -0.0, 1e-40, 3e-8, 3e38])
+def test_special_numbers(special, half, kind):
+    norm = Norm((131, 1000), kind, half)
+    with torch.no_grad():
+        norm.x[1, 2] = norm.grad[2, 3] = norm.weight[4] = special
+        norm.x[5] = norm.grad[6] = special
+        norm.x[:, 7] = norm.grad[:, 8] = special
+        norm.weight[9:12] = special
+        norm.grad[13] = norm.grad[14, ::2] = -0.0
+    check(norm)
+
+
+@kinds
+@pytest.mark.parametrize("needed", [["x"], ["weight"], ["bias"], ["x", "weight"], ["x", "bias"]], ids="+".join)
+def test_some_gradients(needed, kind):
+    norm = Norm((130, 96), kind)
+    leaves = list(map(norm.get_parameter, needed))
+
+    def found(scope):
+        with scope:
+            loss = norm().sum()
+        return torch.autograd.grad(loss, leaves)
+
+    expected = found(torch.enable_grad())
+    for _ in range(2):
+        assert all(map(is_identical, found(recompute()), expected))
+
+
+@kinds
+@pytest.mark.parametrize("frozen", ["weight", "bias", "both", "x"])
+def test_what_needs_no_gradient_gets_none(frozen, kind):
+    norm = Norm((130, 96), kind)
+    for name in ["weight", "bias"] if frozen == "both" else [frozen]:
+        norm.get_parameter(name).requires_grad_(False)
+    check(norm, expected_is_ours=frozen != "x")
+
+
+def test_where_the_op_takes_another_way():
+    check(Norm((130, 100)), expected_is_ours=False)  # no vectors of 8
+    check(Norm((130, 4104)), expected_is_ours=False)  # too many
+    check(Norm((130, 96), "half", torch.float64), expected_is_ours=False)
+
+
+@kinds
+def test_an_input_that_is_not_aligned(kind):
+    norm = Norm((130, 96), kind)
+    norm.input = lambda: torch.cat([norm.x.new_zeros(1), norm.x.flatten()])[1:].view_as(norm.x)
+    expected = gradients(norm)
+    for _ in range(3):
+        assert all(map(is_identical, gradients(norm, recompute()), expected))
+
+
+@kinds
+def test_an_input_in_another_order(kind):
+    norm = Norm((5, 40, 96), kind)
+    norm.x.data = norm.x.data.transpose(0, 1).contiguous().transpose(0, 1)  # as of attention
+    check(norm)
+
+
+@kinds
+def test_a_gradient_in_another_order(kind):
+    norm = Norm((5, 40, 96), kind)
+    norm.grad.data = norm.grad.data.transpose(0, 1).contiguous().transpose(0, 1)
+    check(norm)
+
+
+@kinds
+def test_a_channels_last_input_by_channel(kind):
+    norm = Norm((4, 9, 11, 96), kind)
+    norm.x.data = norm.x.data.permute(0, 3, 1, 2)  # as a convolution's output
+    norm.input = lambda: (norm.x * 1).permute(0, 2, 3, 1)
+    check(norm)
+
+
+@kinds
+def test_more_than_one_pass(kind):
+    norm = Norm((130, 96), kind)
+    expected = gradients(norm)
+    for _ in range(2):
+        with recompute():
+            loss = norm().sum()
+        for retain in (True, True, False):
+            found = torch.autograd.grad(loss, norm.leaves(), retain_graph=retain)
+            assert all(map(is_identical, found, expected))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(loss, norm.leaves())
+
+
+@kinds
+def test_second_derivatives(kind):
+    def second(scope):
+        with scope:
+            found = torch.autograd.grad(norm().sum(), norm.leaves(), create_graph=True)
+            return torch.autograd.grad(sum(each.float().square().sum() for each in found), norm.leaves())
+
+    norm = Norm((130, 96), kind)
+    expected = second(torch.enable_grad())
+    for _ in range(2):
+        assert all(map(is_identical, second(recompute()), expected))
+
+
+@kinds
+def test_what_is_written_to_raises(kind):
+    norm = Norm((130, 96), kind)
+    check(norm)
+    x = norm.input()
+    with recompute():
+        other = norm.normalized(x).to(norm.of_output) * norm.grad
+    with torch.no_grad():
+        x.add_(1)
+    if kind in ("float32", "half", "cast behind"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.sum().backward()
+    check(norm)  # nothing is left behind
+    with recompute():
+        other = norm() * 1
+    with torch.no_grad():
+        norm.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.sum().backward()
+
+
+@kinds
+def test_within_hooks_that_give_back_once(kind):
+    norm = Norm((130, 96), kind)
+    expected = gradients(norm)
+    for _ in range(3):
+        given, keys = {}, itertools.count()
+
+        def pack(tensor, given=given, keys=keys):
+            key = next(keys)
+            given[key] = tensor
+            return key
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, given.pop), recompute():
+            loss = norm().sum()
+        assert given
+        assert all(map(is_identical, torch.autograd.grad(loss, norm.leaves()), expected))
+        assert not given
+
+
+@kinds
+def test_a_tangent_of_the_gradient(kind):
+    norm = Norm((130, 96), kind)
+    tangent = torch.randn_like(norm.grad)
+
+    def found(scope):
+        with torch.autograd.forward_ad.dual_level():
+            with scope:
+                y = norm.normalized(norm.input()).to(norm.of_output)
+                y * norm.grad  # saves y
+                loss = (y * torch.autograd.forward_ad.make_dual(norm.grad.detach(), tangent)).sum()
+            results = torch.autograd.grad(loss, [norm.x, norm.weight, norm.bias])
+            return [part for each in results for part in torch.autograd.forward_ad.unpack_dual(each)]
+
+    expected = found(torch.enable_grad())
+    assert all(part is not None for part in expected)
+    for _ in range(2):
+        assert all(map(is_identical, found(recompute()), expected))
+
+
+@kinds
+def test_several_threads(kind):
+    norms = [Norm((1000, 96), kind) for _ in range(4)]
+    expected = [gradients(norm) for norm in norms]
+    right = []
+
+    def run(norm, expected):
+        for _ in range(20):
+            right.append(all(map(is_identical, gradients(norm, recompute()), expected)))
+
+    threads = [threading.Thread(target=run, args=each) for each in zip(norms, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(right) == 80 and all(right)
+
+
+@kinds
+def test_a_captured_graph(kind):
+    norm = Norm((1000, 96), kind)
+    check(norm)
+    expected = gradients(norm)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(norm, recompute())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(norm, recompute())
+    _, names = kernels(graph.replay)
+    assert all(map(is_identical, found, expected))
+    assert is_ours(names)
+
+
+def test_a_step_under_autocast():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96), nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)).cuda()
+    x = torch.randn(20, 50, 96, device="cuda", requires_grad=True)
+
+    def step(scope):
+        with scope, torch.autocast("cuda", torch.bfloat16):
+            loss = (x + net(x)).square().mean()
+        return torch.autograd.grad(loss, [x, *net.parameters()])
+
+    expected = step(torch.enable_grad())
+    for _ in range(3):
+        found, names = kernels(lambda: step(recompute()))
+        assert all(map(is_identical, found, expected))
+    assert is_ours(names)
+
+
+def of_output(read, kind="casts"):
+    """What `read(norm, scope)` returns is the same in the scope, and without."""
+    norm = Norm((130, 96), kind)
+    check(norm)
+    expected = read(norm, torch.enable_grad())
+    for _ in range(2):
+        found = read(norm, recompute())
+        assert len(found) == len(expected)
+        assert all(one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
+        assert all(map(is_identical, found, expected))
+
+
+def test_another_reader_of_the_norms_output():
+    def read(norm, scope):
+        with scope:
+            z = norm.normalized(norm.input())
+            loss = (z.to(norm.of_output) * norm.grad).sum() + (z * 2).sum()
+        return torch.autograd.grad(loss, norm.leaves())
+
+    of_output(read)
+
+
+def test_another_reader_of_the_norms_input():
+    def read(norm, scope):
+        with scope:
+            x = norm.input().float()
+            loss = (norm.normalized(x).to(norm.of_output) * norm.grad).sum() + (x * 2).sum()
+        return torch.autograd.grad(loss, norm.leaves())
+
+    of_output(read)
+
+
+@pytest.mark.parametrize("which", ["input", "wide input", "norm", "output"])
+@pytest.mark.parametrize("how", ["hook", "retain", "asked for", "prehook of the node", "hook of the node"])
+def test_who_sees_a_gradient_on_its_way(how, which):
+    def read(norm, scope):
+        seen = []
+        with scope:
+            x = norm.input()
+            wide = x.to(norm.of_norm)
+            z = norm.normalized(wide)
+            y = z.to(norm.of_output)
+            loss = (y * norm.grad).sum()
+        tensor = {"input": x, "wide input": wide, "norm": z, "output": y}[which]
+        del x, wide, z, y
+        match how:
+            case "hook":
+                tensor.register_hook(lambda grad: seen.append(grad) or grad * 2)
+            case "retain":
+                tensor.retain_grad()
+            case "prehook of the node":
+                tensor.grad_fn.register_prehook(lambda grads: seen.append(grads[0]) or (grads[0] * 2, *grads[1:]))
+            case "hook of the node":
+                tensor.grad_fn.register_hook(lambda results, grads: seen.extend([results[0], grads[0]]))
+        if how == "asked for":
+            return torch.autograd.grad(loss, [tensor, *norm.leaves()])
+        loss.backward()
+        seen += [leaf.grad for leaf in norm.leaves()] + ([tensor.grad] if how == "retain" else [])
+        norm.zero_grad()
+        return seen
+
+    of_output(read)
+
+
+def test_hooks_of_tensors_that_are_gone():
+    def read(norm, scope):
+        seen = []
+        with scope:
+            wide = norm.input().to(norm.of_norm)
+            z = norm.normalized(wide)
+            for tensor in (wide, z):
+                tensor.register_hook(lambda grad: seen.append(grad) or grad * 2)
+            y = z.to(norm.of_output)
+            del wide, z
+            loss = (y * norm.grad).sum()
+        return [*torch.autograd.grad(loss, norm.leaves()), *seen]
+
+    of_output(read)
+
+
+def test_hooks_that_come_while_the_pass_is_on_its_way():
+    def read(norm, scope):
+        seen = []
+        with scope:
+            z = norm.normalized(norm.input())
+            node = z.grad_fn
+            between = norm.grad * 2  # runs between the cast and the norm
+            loss = (z.to(norm.of_output) * norm.grad).sum() + between.sum()
+        del z
+        between.grad_fn.register_prehook(lambda _: node.register_prehook(lambda grads: seen.append(grads[0])) and None)
+        return [*torch.autograd.grad(loss, norm.leaves()), *seen]
+
+    of_output(read)
+
+
+def test_a_pass_that_begins_or_ends_at_the_norm():
+    def read(norm, scope):
+        with scope:
+            y = norm.normalized(norm.input()).to(norm.of_output)
+            loss = (y * norm.grad).sum()
+        edge = torch.autograd.graph.GradientEdge(*y.grad_fn.next_functions[0], None)
+        found = torch.autograd.grad([loss, edge], norm.leaves(), [None, norm.grad.detach().float()], retain_graph=True)
+        return [*found, *torch.autograd.grad(loss, [edge, *norm.leaves()])]
+
+    of_output(read)
+
+
+@pytest.mark.parametrize("kind", ["half", "casts"])
+def test_anomalies_are_found_where_they_are(kind):
+    norm = Norm((130, 96), kind)
+    gradients(norm, recompute())
+    norm.grad.requires_grad_(False)  # or the product's own would be the first
+    with torch.no_grad():
+        norm.x[0, 0] = math.nan
+    with recompute():
+        loss = norm().sum()
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="LayerNormBackward0' returned nan values"):
+        loss.backward()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="parameters have no dtype for gradients yet")
+def test_a_gradient_in_another_dtype():
+    norm = Norm((130, 96), "half")
+    norm.weight.grad_dtype = torch.float32
+    for scope in (torch.enable_grad(), recompute(), recompute()):
+        norm.weight.grad = None
+        with scope:
+            loss = norm().sum()
+        loss.backward()
+        assert norm.weight.grad.dtype == torch.float32
+
+
+def test_the_next_cast_in_another_stream():
+    norm = Norm((1000, 96))
+    expected = gradients(norm)
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        with recompute():
+            z = norm.normalized(norm.input())
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                y = z.to(norm.of_output)
+            torch.cuda.current_stream().wait_stream(stream)
+            loss = (y * norm.grad).sum()
+        del z, y
+        assert all(map(is_identical, torch.autograd.grad(loss, norm.leaves()), expected))
+
+
+def test_beyond_32_bits():
+    """Of addresses in bytes. The elements are fewer than 2^31, as for the op's own kernels."""
+    check(Norm((1 << 20, 1536)))
