@@ -32,6 +32,7 @@ TESTS = [  # the quick ones first
         "inplace",
         "smooth",
         "norm_gradients",
+        "layer_norm_gradients",
         "first_use",
         "load",
         "guards",
@@ -82,6 +83,7 @@ BATCH_NORM = "csrc/binding/recipes/batch_norm.cpp"
 CUDA_LAYER_NORM = "csrc/recipes/cuda/layer_norm.cu"
 LAYER_NORM = "csrc/binding/recipes/layer_norm.cpp"
 ANSWERS = "csrc/binding/recipes/answers.cpp"
+VERIFICATION = "csrc/binding/recipes/verification.h"
 
 VALUE = "csrc/binding/recipes/value.cpp"
 VALUE_HEADER = "csrc/binding/recipes/value.h"
@@ -187,7 +189,21 @@ ON = {
             "(parts[0] + parts[1]) + (parts[2] + parts[3])",
         ),
         Mutant("rows in other sums", CUDA_LAYER_NORM, "rows = 8;", "rows = 16;"),
-        Mutant("many rows as few", CUDA_LAYER_NORM, "norm.rows > many_rows && ", "norm.rows > 2 * many_rows && "),
+        Mutant(
+            "many rows as few",
+            CUDA_LAYER_NORM,
+            "norm.rows > LayerNormGradient::kManyRows && ",
+            "norm.rows > 2 * LayerNormGradient::kManyRows && ",
+        ),
+        Mutant("wide rows as narrow", CUDA_LAYER_NORM, " && norm.columns / tile < multiprocessors / 2", ""),
+        Mutant("the last columns left out", CUDA_LAYER_NORM, "(norm.columns + tile - 1) / tile", "norm.columns / tile"),
+        Mutant(
+            "strides of the input",
+            LAYER_NORM,
+            "at::empty_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT)",
+            "at::empty_like(input)",
+        ),
+        Mutant("a wait that isn't allowed", VERIFICATION, "catch (const c10::Error&)", "catch (const c10::OutOfMemoryError&)"),
         Mutant(
             "a product that is rounded",
             CUDA_LAYER_NORM,

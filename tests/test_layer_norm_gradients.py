@@ -30,7 +30,10 @@ SHAPES = (
     (77, 4096),
     (65536, 8),
     (65537, 96),
+    (65537, 2112),
+    (600000, 40),
     (66, 1001, 192),
+    (4, 1, 1, 8),
 )
 
 # The dtypes of the input, of the norm, and of what reads it.
@@ -81,16 +84,22 @@ def is_ours(names):
 
 
 def check(norm, expected_is_ours=True):
-    expected = gradients(norm)
+    def casts(names):
+        return [name for name in names if "WithCast" in name or "float16_copy" in name]
+
+    loss = norm().sum()
+    expected, names = kernels(lambda: torch.autograd.grad(loss, norm.leaves()))
+    assert bool(casts(names)) or norm.of_output == norm.of_norm
     for _ in range(3):
         with recompute():
             loss = norm().sum()
         found, names = kernels(lambda loss=loss: torch.autograd.grad(loss, norm.leaves()))
         assert all(map(is_identical, found, expected))
         assert [each.stride() for each in found] == [each.stride() for each in expected]
+        assert not any(each._is_view() for each in found)
     assert is_ours(names) == expected_is_ours
     if expected_is_ours:
-        assert not any("WithCast" in name or "float16_copy" in name for name in names)
+        assert not casts(names)
 
 
 @kinds
@@ -189,8 +198,29 @@ def test_a_channels_last_input_by_channel(kind):
 
 
 @kinds
+def test_strides_of_dimensions_of_one(kind):
+    norm = Norm((4, 1, 1, 8), kind)
+    norm.x.data = norm.x.data.view(4, 8, 1, 1)
+    norm.input = lambda: (norm.x * 1).permute(0, 2, 3, 1)
+    check(norm)
+
+
+def test_without_waiting_for_the_device():
+    norm = Norm((137, 88))  # of sizes that are new
+    expected = gradients(norm)
+    with recompute():
+        loss = norm().sum()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = torch.autograd.grad(loss, norm.leaves())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(is_identical, found, expected))
+
+
+@kinds
 def test_more_than_one_pass(kind):
-    norm = Norm((130, 96), kind)
+    norm = Norm((1030, 96), kind)
     expected = gradients(norm)
     for _ in range(2):
         with recompute():
@@ -236,9 +266,24 @@ def test_what_is_written_to_raises(kind):
         other.sum().backward()
 
 
+def test_a_copy_that_was_written_to_raises():
+    norm = Norm((130, 96))
+    with recompute():
+        wide = norm.input().float()
+        loss = (norm.normalized(wide).to(norm.of_output) * norm.grad).sum()
+    with torch.no_grad():
+        wide.add_(1)
+    del wide
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("source", ["leaf", "product"])
 @kinds
-def test_within_hooks_that_give_back_once(kind):
+def test_within_hooks_that_give_back_once(kind, source):
     norm = Norm((130, 96), kind)
+    if source == "product":
+        norm.input = lambda: norm.x @ torch.eye(96, dtype=norm.of_input, device="cuda")  # which those hooks have
     expected = gradients(norm)
     for _ in range(3):
         given, keys = {}, itertools.count()
@@ -382,6 +427,8 @@ def test_who_sees_a_gradient_on_its_way(how, which):
                 tensor.grad_fn.register_prehook(lambda grads: seen.append(grads[0]) or (grads[0] * 2, *grads[1:]))
             case "hook of the node":
                 tensor.grad_fn.register_hook(lambda results, grads: seen.extend([results[0], grads[0]]))
+        if how.endswith("node"):
+            tensor = None  # or its being there would be noticed
         if how == "asked for":
             return torch.autograd.grad(loss, [tensor, *norm.leaves()])
         loss.backward()

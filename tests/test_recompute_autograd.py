@@ -74,8 +74,8 @@ def test_retain_graph():
     same_with_scope(run)
 
 
-def test_what_a_node_saves_holds_the_node_that_made_it():
-    """So passes_unnoticed (answers.cpp) counts."""
+def test_a_saved_input_has_its_node():
+    """Which passes_unnoticed (answers.cpp) counts on: without it, layer norms' gradients would only take longer."""
     x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
     with recompute():
         node = F.layer_norm(x.float(), (8,)).grad_fn

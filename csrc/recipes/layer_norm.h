@@ -10,7 +10,9 @@
 namespace fastact {
 
 struct LayerNormGradient {
-  static constexpr int kVector = 8, kMostColumns = 4096;  // columns are a multiple, elements are aligned to 16 bytes
+  static constexpr int kMultiple = 8, kMostColumns = 4096;  // of columns; elements are aligned to 16 bytes
+  // ATen treats the columns alike, a tile at a time; if there are more rows, how depends on how many tiles there are.
+  static constexpr int kTile = 32, kManyRows = 64 * 1024;
 
   int rows, columns;  // fewer than 2^31 elements
   // Of the incoming gradient, of the input and its gradient, and of the weight and the bias and theirs. There is one half type.

@@ -64,14 +64,14 @@ bool is_served(const at::Tensor& grad, const LayerNormSaved& saved) {
   const bool has_one_half = !is_half(grad.scalar_type()) || !is_half(input.scalar_type()) || grad.dtype() == input.dtype();
   return is_one_or_half(grad) && is_one_or_half(input) && has_one_half && (!weight.defined() || is_one(weight, dtype)) &&
          is_one(mean, at::kFloat) && is_one(invstd, at::kFloat) && grad.sizes() == input.sizes() && 0 < grad.numel() &&
-         grad.numel() <= std::numeric_limits<int>::max() && saved.columns() % LayerNormGradient::kVector == 0 &&
+         grad.numel() <= std::numeric_limits<int>::max() && saved.columns() % LayerNormGradient::kMultiple == 0 &&
          saved.columns() <= LayerNormGradient::kMostColumns;
 }
 
 variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
   const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
   const bool has_sums = needed[1] || needed[2];
-  at::Tensor of_input = at::empty_like(input), of_weight, of_bias, sums;
+  at::Tensor of_input = at::empty_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT), of_weight, of_bias, sums;
   LayerNormGradient norm = {};
   norm.rows = static_cast<int>(saved.rows());
   norm.columns = static_cast<int>(saved.columns());
@@ -91,7 +91,9 @@ variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Nee
         return error;
       }
       const auto options = input.options().dtype(dtype);
-      sums = at::empty({2, size.many, norm.columns}, size.are_results ? options : options.dtype(at::kFloat));
+      at::DimVector sizes = {2, size.many};
+      sizes.append(shape);
+      sums = at::empty(sizes, size.are_results ? options : options.dtype(at::kFloat));
       norm.sums = sums.mutable_data_ptr();
       of_bias = size.are_results ? at::Tensor() : at::empty(shape, options);
       of_weight = size.are_results ? at::Tensor() : at::empty(shape, options);
@@ -101,8 +103,8 @@ variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Nee
     return cuda::run(norm, stream);
   });
   if (size.are_results) {
-    of_bias = sums[0].sum(0).view(shape);
-    of_weight = sums[1].sum(0).view(shape);
+    of_bias = sums[0].sum(0);
+    of_weight = sums[1].sum(0);
   }
   return {of_input, needed[1] ? of_weight : at::Tensor(), needed[2] ? of_bias : at::Tensor()};
 }
@@ -151,13 +153,11 @@ bool fits(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
       saved.rows(),           saved.columns(), grad.scalar_type(), saved.input.scalar_type(), saved.dtype,
       saved.weight.defined(), needed[1],       needed[2],          grad.device().index()};
   return verdicts.find(configuration, grad.device(), [&] {
-    constexpr int64_t few = 64, many = 64 * 1024;  // rows: ATen adds up more of them in another way
-    constexpr int64_t tile = 32;                   // columns, of which it treats all alike
-    const auto agree_for = [&](int64_t rows, int64_t columns) {
-      return agree_on_numbers(grad, saved, needed, std::min(rows, saved.rows()), std::min(columns, saved.columns()));
-    };
-    return agree_for(few, saved.columns()) && agree_for(many, tile) &&
-           (saved.rows() <= many || agree_for(saved.rows(), tile)) && agree(grad, saved, needed);
+    const int64_t rows = saved.rows(), columns = saved.columns();
+    constexpr int64_t few_rows = 64;
+    const int64_t alike = rows <= LayerNormGradient::kManyRows ? LayerNormGradient::kTile : columns;
+    return agree_on_numbers(grad, saved, needed, std::min(rows, few_rows), columns) &&
+           agree_on_numbers(grad, saved, needed, rows, std::min(columns, alike)) && agree(grad, saved, needed);
   });
 }
 
@@ -234,7 +234,7 @@ class CastPreHook : public PreHook {
     const auto& output = norm.input_metadata(0);
     const bool is_left = hook_of<LayerNormPreHook>(norm) && may_answer(node_, grad) && may_answer(norm, grad) &&
                          dtype_of_output(norm) == at::kFloat && is_half(grad.scalar_type()) &&
-                         output.device() == grad.device() && output.is_same_shape(grad) && passes_unnoticed(node_);
+                         output.device() == grad.device() && passes_unnoticed(node_);
     return is_left ? answer(node_, {grad}, grads.size(), /*is_for_next=*/true) : grads;
   }
 

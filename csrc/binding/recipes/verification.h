@@ -2,7 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Allocator.h>
+#include <c10/util/Exception.h>
 
 #include <map>
 #include <mutex>
@@ -22,7 +22,7 @@ at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_
 template <class Configuration>
 class Verdicts {
  public:
-  // What trial(), which waits for the device, returned when this was first asked; false where it can't be called now.
+  // What trial(), which waits for the device, returned when this was first asked; false where it can't be called now, or fails.
   template <class Trial>
   bool find(const Configuration& configuration, at::Device device, const Trial& trial) {
     constexpr int most_failures = 3;
@@ -38,7 +38,7 @@ class Verdicts {
     std::optional<bool> found;
     try {
       found = trial();
-    } catch (const c10::OutOfMemoryError&) {  // later there may be room, but each attempt empties the allocator's cache
+    } catch (const c10::Error&) {  // later there may be room, or it may wait; but each attempt empties the allocator's cache
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     Verdict& verdict = verdicts_[configuration];

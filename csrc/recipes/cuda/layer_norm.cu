@@ -215,8 +215,8 @@ struct Shares {
   bool are_results;
 
   Shares(const LayerNormGradient& norm, int multiprocessors) {
-    constexpr int tile = 32, many_rows = 64 * 1024, most_blocks = 64 * 1024 / 2;
-    are_results = norm.rows > many_rows && norm.columns / tile < multiprocessors / 2;
+    constexpr int tile = LayerNormGradient::kTile, most_blocks = 64 * 1024 / 2;
+    are_results = norm.rows > LayerNormGradient::kManyRows && norm.columns / tile < multiprocessors / 2;
     if (are_results) {
       rows = 32;
       many = std::min(most_blocks / ((norm.columns + tile - 1) / tile), (norm.rows + rows - 1) / rows);
@@ -378,6 +378,8 @@ __global__ void __launch_bounds__(kWarp* Shares::kMost) add_up_kernel(const Laye
 unsigned int ceil_div(int64_t n, int by) {
   return static_cast<unsigned int>((n + by - 1) / by);
 }
+
+static_assert(kThreads * 8 * kVector == LayerNormGradient::kMostColumns);
 
 template <class T>
 void start(const LayerNormGradient& norm, const Shares& shares, Stream stream) {
