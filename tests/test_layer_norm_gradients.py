@@ -176,14 +176,14 @@ def test_an_input_that_is_not_aligned(kind):
 
 
 @kinds
-def test_an_input_in_another_order(kind):
+def test_an_input_in_another_layout(kind):
     norm = Norm((5, 40, 96), kind)
     norm.x.data = norm.x.data.transpose(0, 1).contiguous().transpose(0, 1)  # as of attention
     check(norm)
 
 
 @kinds
-def test_a_gradient_in_another_order(kind):
+def test_a_gradient_in_another_layout(kind):
     norm = Norm((5, 40, 96), kind)
     norm.grad.data = norm.grad.data.transpose(0, 1).contiguous().transpose(0, 1)
     check(norm)
