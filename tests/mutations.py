@@ -222,6 +222,7 @@ ON = {
             "cast->pre_hooks().empty() &&\n                            cast->post_hooks().empty() && ",
             "",
         ),
+        Mutant("a gradient that others have", LAYER_NORM, "is_alone(grad) && ", ""),
         Mutant("a gradient left in the half type", LAYER_NORM, "given[0].to(dtype_of_output(node_))", "given[0]"),
         Mutant("a norm's input that was written to", LAYER_NORM, "value_of(object).check_unwritten();", ""),
         Mutant("factors of the first number", CUDA_LOOKUP, "(number << 16 | y)", "y"),

@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+import weakref
 
 import pytest
 import torch
@@ -216,6 +217,15 @@ def test_without_waiting_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(map(is_identical, found, expected))
+
+
+@kinds
+def test_a_linear_layer_behind(kind):
+    norm = Norm((5, 40, 96), kind)
+    weight = torch.randn(96, 96, dtype=norm.of_output, device="cuda", requires_grad=True)
+    bias = norm.grad.detach()[0, 0]
+    norm.forward = lambda: F.linear(norm.normalized(norm.input()).to(norm.of_output), weight, bias) * norm.grad
+    check(norm)
 
 
 @kinds
@@ -435,6 +445,49 @@ def test_who_sees_a_gradient_on_its_way(how, which):
         seen += [leaf.grad for leaf in norm.leaves()] + ([tensor.grad] if how == "retain" else [])
         norm.zero_grad()
         return seen
+
+    of_output(read)
+
+
+@pytest.mark.parametrize("kind", ["half", "casts"])
+def test_a_pass_while_another_is_at_the_norm(kind):
+    def read(norm, scope):
+        other = Norm((130, 96), kind)
+        norm.grad.requires_grad_(False)  # or its gradient would need the output's
+
+        def inner():
+            with torch.enable_grad(), recompute():
+                loss = other().sum()
+            loss.backward()
+
+        with scope:
+            y = norm.normalized(norm.input()).to(norm.of_output)
+            y.register_hook(lambda grad: weakref.finalize(grad, inner) and None)
+            loss = (y * norm.grad).sum()
+        del y
+        found = torch.autograd.grad(loss, norm.leaves())
+        norm.grad.requires_grad_(True)
+        return found
+
+    of_output(read, kind)
+
+
+@pytest.mark.parametrize("how", ["doubled", "kept and doubled"])
+def test_a_gradient_that_is_written_to_on_its_way(how):
+    def read(norm, scope):
+        kept = []
+        with scope:
+            z = norm.normalized(norm.input())
+            other = norm.grad * 1  # runs between the cast and the norm
+            y = z.to(norm.of_output) + other  # which both get the same gradient
+            loss = (y * norm.grad).sum()
+        del z
+        if how == "doubled":
+            other.register_hook(lambda grad: grad.mul_(2))
+        else:
+            y.register_hook(lambda grad: kept.append(grad))
+            other.register_hook(lambda _: (kept[0].mul_(2), None)[1])
+        return torch.autograd.grad(loss, norm.leaves())
 
     of_output(read)
 

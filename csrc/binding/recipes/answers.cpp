@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <string>
 
 #include "../dispatch.h"
@@ -17,18 +18,6 @@ namespace {
 
 using torch::autograd::Node;
 using torch::autograd::variable_list;
-
-// The results that a pre-hook in this thread has computed for a node of a pass, until the post-hook returns them.
-struct Answer {
-  const Node* node = nullptr;
-  int task = -1;
-  variable_list results;
-  bool is_for_next = false;
-
-  bool is_for(const Node* other) const { return node == other && task == torch::autograd::get_current_graph_task_id(); }
-};
-
-thread_local Answer answered;
 
 // Whether a node alone holds the next one: no tensor, no other node, nor a pass that begins or ends there. It does by its edge,
 // and by what it has saved.
@@ -55,31 +44,49 @@ bool passes_unnoticed(Node& node, bool has_saved) {
 }
 
 bool is_answered() {
-  return answered.node && answered.is_for(torch::autograd::get_current_node().get());
+  const auto node = torch::autograd::get_current_node();
+  auto* const hook = node ? hook_of<PreHook>(*node) : nullptr;
+  return hook && hook->has_answer();
 }
 
-void PreHook::begin() {
-  answered = {};
+bool PreHook::has_answer() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(answers_.begin(), answers_.end(), [&](const Answer& each) { return each.task == task; });
 }
 
-variable_list PreHook::answer(const Node& node, variable_list results, size_t grads, bool is_for_next) {
-  answered = {&node, torch::autograd::get_current_graph_task_id(), std::move(results), is_for_next};
+std::optional<Answer> PreHook::take_answer() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = std::find_if(answers_.begin(), answers_.end(), [&](const Answer& each) { return each.task == task; });
+  if (found == answers_.end()) {
+    return std::nullopt;
+  }
+  std::optional<Answer> result = std::move(*found);
+  answers_.erase(found);
+  return result;
+}
+
+variable_list PreHook::answer(variable_list results, size_t grads, bool is_for_next) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  answers_.push_back({task, std::move(results), is_for_next});
   return variable_list(grads);
 }
 
 variable_list PostHook::operator()(const variable_list& results, const variable_list&) {
-  if (!answered.is_for(&node_)) {
+  std::optional<Answer> answer = hook_.take_answer();
+  if (!answer) {
     return results;
   }
-  Answer answer = std::exchange(answered, {});
   // As the engine has done with the node's: a parameter may want its gradient in another dtype.
   torch::autograd::edge_list edges = node_.next_edges();
-  if (answer.is_for_next) {
+  if (answer->is_for_next) {
     edges[0] = {};
   }
   torch::autograd::validate_outputs(
-      edges, answer.results, [&](const std::string& error) { return c10::str("recompute: ", node_.name(), ": ", error); });
-  return std::move(answer.results);
+      edges, answer->results, [&](const std::string& error) { return c10::str("recompute: ", node_.name(), ": ", error); });
+  return std::move(answer->results);
 }
 
 std::mutex& mutex_of(Node& node) {

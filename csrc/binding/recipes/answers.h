@@ -10,8 +10,10 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <typeinfo>
 #include <utility>
+#include <vector>
 
 #include "hook.h"
 
@@ -29,22 +31,34 @@ bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false);
 // Whether the node that runs has its results already, and reads what it saved for nothing.
 bool is_answered();
 
+// What a pre-hook has computed for a pass. `is_for_next`: the hook of the next node takes the first as it is, whatever its
+// dtype.
+struct Answer {
+  int task;
+  torch::autograd::variable_list results;
+  bool is_for_next;
+};
+
 class PreHook : public torch::autograd::FunctionPreHook {
  public:
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}  // compiled autograd has the node run
 
+  bool has_answer();
+  std::optional<Answer> take_answer();
+
  protected:
-  // Forgets what a node that failed has left.
-  static void begin();
-  // Returns what the node is given, where these are its results. `is_for_next`: the hook of the next node takes the first as it
-  // is, whatever its dtype.
-  static torch::autograd::variable_list answer(
-      const torch::autograd::Node& node, torch::autograd::variable_list results, size_t grads, bool is_for_next = false);
+  // Returns what the node is given, where these are its results.
+  torch::autograd::variable_list answer(torch::autograd::variable_list results, size_t grads, bool is_for_next = false);
+
+ private:
+  // By the pass, since others may run between the two hooks: in other threads, or of what dies with the gradient.
+  std::mutex mutex_;
+  std::vector<Answer> answers_;
 };
 
 class PostHook : public torch::autograd::FunctionPostHook {
  public:
-  explicit PostHook(const torch::autograd::Node& node) : node_(node) {}
+  PostHook(const torch::autograd::Node& node, PreHook& hook) : node_(node), hook_(hook) {}
 
   torch::autograd::variable_list operator()(
       const torch::autograd::variable_list& results, const torch::autograd::variable_list&) override;
@@ -52,13 +66,15 @@ class PostHook : public torch::autograd::FunctionPostHook {
 
  private:
   const torch::autograd::Node& node_;
+  PreHook& hook_;  // of the same node
 };
 
 template <class Hook, class AnyNode>
 void add_hooks(AnyNode& node) {
   if (node.pre_hooks().empty() && node.post_hooks().empty()) {
-    node.add_pre_hook(std::make_unique<Hook>(node));
-    node.add_post_hook(std::make_unique<PostHook>(node));
+    auto hook = std::make_unique<Hook>(node);
+    node.add_post_hook(std::make_unique<PostHook>(node, *hook));
+    node.add_pre_hook(std::move(hook));
   }
 }
 

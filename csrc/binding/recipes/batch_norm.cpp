@@ -211,10 +211,9 @@ class BatchNormPreHook : public PreHook {
   explicit BatchNormPreHook(NativeBatchNormBackward0& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
-    begin();
     const at::Tensor& grad = grads[0];
     if (auto given = take(grad)) {
-      return answer(node_, {std::get<0>(*given), std::get<1>(*given), std::get<2>(*given)}, grads.size());
+      return answer({std::get<0>(*given), std::get<1>(*given), std::get<2>(*given)}, grads.size());
     }
     const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
     if (!may_answer(node_, grad) || !may_be_served(grad) || !is_needed(0)) {
@@ -224,7 +223,7 @@ class BatchNormPreHook : public PreHook {
     auto [of_input, of_weight, of_bias] = is_served(grad, saved) && fits(grad, saved)
                                               ? by_kernel(grad, saved)
                                               : by_ops(grad, saved, {is_needed(0), is_needed(1), is_needed(2)});
-    return answer(node_, {std::move(of_input), std::move(of_weight), std::move(of_bias)}, grads.size());
+    return answer({std::move(of_input), std::move(of_weight), std::move(of_bias)}, grads.size());
   }
 
   // The results of this pass, from the activation's hook: what reaches the norm is the gradient of its input already.
@@ -271,7 +270,6 @@ class ActivationPreHook : public PreHook {
   explicit ActivationPreHook(Node& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
-    begin();
     const at::Tensor& grad = grads[0];
     auto& norm = static_cast<NativeBatchNormBackward0&>(*node_.next_edge(0).function);
     auto* const hook = hook_of<BatchNormPreHook>(norm);
@@ -283,7 +281,7 @@ class ActivationPreHook : public PreHook {
       return grads;
     }
     hook->give(*results);
-    return answer(node_, {std::get<0>(*results)}, grads.size());
+    return answer({std::get<0>(*results)}, grads.size());
   }
 
  private:

@@ -166,7 +166,6 @@ class LayerNormPreHook : public PreHook {
   explicit LayerNormPreHook(NativeLayerNormBackward0& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
-    begin();
     const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
     if (!may_answer(node_, grads[0]) || !is_needed(0)) {
       variable_list given = grads;  // which a cast's hook may have left in a half type
@@ -178,7 +177,7 @@ class LayerNormPreHook : public PreHook {
     const Needed needed = {true, is_needed(1), is_needed(2)};
     variable_list results =
         is_served(grad, saved) && fits(grad, saved, needed) ? by_kernel(grad, saved, needed) : by_ops(grad, saved, needed);
-    return answer(node_, std::move(results), grads.size(), /*is_for_next=*/saved.input.scalar_type() != saved.dtype);
+    return answer(std::move(results), grads.size(), /*is_for_next=*/saved.input.scalar_type() != saved.dtype);
   }
 
  private:
@@ -222,20 +221,27 @@ class LayerNormPreHook : public PreHook {
   NativeLayerNormBackward0& node_;
 };
 
+// Whether the gradient is all that holds its memory, and fills it: then it may wait for the norm in place of a copy, since
+// nobody else can write to it, and it keeps nothing else alive.
+bool is_alone(const at::Tensor& grad) {
+  const bool is_view = grad.is_view();
+  return grad.use_count() == 1 && (!is_view || grad._base().use_count() == 1) &&
+         grad.storage().use_count() == (is_view ? 2 : 1) && grad.storage().nbytes() == grad.nbytes();
+}
+
 // Leaves a gradient as it is for the norm before the cast, whose hook takes that.
 class CastPreHook : public PreHook {
  public:
   explicit CastPreHook(ToCopyBackward0& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
-    begin();
     const at::Tensor& grad = grads[0];
     const Node& norm = *node_.next_edge(0).function;
     const auto& output = norm.input_metadata(0);
     const bool is_left = hook_of<LayerNormPreHook>(norm) && may_answer(node_, grad) && may_answer(norm, grad) &&
                          dtype_of_output(norm) == at::kFloat && is_half(grad.scalar_type()) &&
-                         output.device() == grad.device() && passes_unnoticed(node_);
-    return is_left ? answer(node_, {grad}, grads.size(), /*is_for_next=*/true) : grads;
+                         output.device() == grad.device() && is_alone(grad) && passes_unnoticed(node_);
+    return is_left ? answer({grad}, grads.size(), /*is_for_next=*/true) : grads;
   }
 
  private:
