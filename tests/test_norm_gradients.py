@@ -1,6 +1,5 @@
 """The gradients of a channels-last batch norm in half types, which a kernel of ours computes in the scope: PyTorch's bits."""
 
-import itertools
 import math
 import threading
 
@@ -11,7 +10,15 @@ from torch import nn
 
 from activations_cuda import _C, recompute
 from activations_cuda.recipes.verification import is_identical
-from recomputing import kernels
+from norms import (
+    check_captured,
+    check_second_derivatives,
+    check_several_passes,
+    check_several_threads,
+    check_within_hooks_that_give_back_once,
+    gradients,
+    kernels,
+)
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_hidden_errors")]
 
@@ -65,14 +72,6 @@ def is_ours(names, behind):
     of_activations = "threshold", "::backward_kernel"
     has_others = behind and any(other in name for name in names for other in of_activations)
     return any("sum_kernel" in name for name in names) and not has_others
-
-
-def gradients(norm, scope=None):
-    if scope is None:
-        return torch.autograd.grad(norm().sum(), norm.leaves())
-    with scope:
-        loss = norm().sum()
-    return torch.autograd.grad(loss, norm.leaves())
 
 
 def check(norm, expected_is_ours=True):
@@ -203,29 +202,12 @@ def test_what_needs_no_gradient_gets_none(frozen, behind):
 
 @alone_or_not
 def test_more_than_one_pass(behind):
-    norm = Norm((8, 16, 9, 11), behind=behind)
-    expected = gradients(norm)
-    for _ in range(2):
-        with recompute():
-            loss = norm().sum()
-        for retain in (True, True, False):
-            found = torch.autograd.grad(loss, norm.leaves(), retain_graph=retain)
-            assert all(map(is_identical, found, expected))
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            torch.autograd.grad(loss, norm.leaves())
+    check_several_passes(Norm((8, 16, 9, 11), behind=behind))
 
 
 @alone_or_not
 def test_second_derivatives(behind):
-    def second(scope):
-        with scope:
-            found = torch.autograd.grad(norm().sum(), norm.leaves(), create_graph=True)
-            return torch.autograd.grad(sum(each.float().square().sum() for each in found), norm.leaves())
-
-    norm = Norm((4, 16, 5, 7), behind=behind)
-    expected = second(torch.enable_grad())
-    for _ in range(2):
-        assert all(map(is_identical, second(recompute()), expected))
+    check_second_derivatives(Norm((4, 16, 5, 7), behind=behind))
 
 
 def test_hooks_see_what_they_would():
@@ -268,24 +250,14 @@ def test_what_is_written_to_raises(behind):
 @pytest.mark.parametrize("channels, shift", [(12, 0), (16, 0), (16, 1)])
 def test_within_hooks_that_give_back_once(channels, shift, behind):
     norm = Norm((64, channels, 32, 32), behind=behind)
-    expected = gradients(norm)
-    for _ in range(3):
-        given, keys = {}, itertools.count()
 
-        def pack(tensor, given=given, keys=keys):
-            key = next(keys)
-            given[key] = tensor
-            return key
+    def normalized():  # of no leaf, which those hooks needn't get; shifted, it isn't aligned
+        x = torch.cat([norm.x.new_zeros(shift), norm.x.permute(0, 2, 3, 1).flatten()])[shift:]
+        x = x.view(64, 32, 32, channels).permute(0, 3, 1, 2)
+        return F.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, given.pop), recompute():
-            # No leaf, which those hooks needn't get; shifted, it isn't aligned.
-            x = torch.cat([norm.x.new_zeros(shift), norm.x.permute(0, 2, 3, 1).flatten()])[shift:]
-            x = x.view(64, 32, 32, channels).permute(0, 3, 1, 2)
-            y = F.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
-            loss = ((y if behind is None else behind(y)) * norm.grad).sum()
-        assert given
-        assert all(map(is_identical, torch.autograd.grad(loss, norm.leaves()), expected))
-        assert not given
+    norm.normalized = normalized
+    check_within_hooks_that_give_back_once(norm)
 
 
 def test_a_tangent_of_the_gradient():
@@ -384,20 +356,7 @@ def test_an_activation_out_of_place_whose_input_is_gone(behind):
 
 @alone_or_not
 def test_several_threads(behind):
-    norms = [Norm((32, 32, 16, 16), behind=behind) for _ in range(4)]
-    expected = [gradients(norm) for norm in norms]
-    right = []
-
-    def run(norm, expected):
-        for _ in range(20):
-            right.append(all(map(is_identical, gradients(norm, recompute()), expected)))
-
-    threads = [threading.Thread(target=run, args=each) for each in zip(norms, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(right) == 80 and all(right)
+    check_several_threads([Norm((32, 32, 16, 16), behind=behind) for _ in range(4)])
 
 
 @alone_or_not
@@ -421,18 +380,7 @@ def test_one_graph_in_several_threads(behind):
 def test_a_captured_graph(behind):
     norm = Norm((8, 16, 9, 11), behind=behind)
     check(norm)
-    expected = gradients(norm)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        gradients(norm, recompute())
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradients(norm, recompute())
-    _, names = kernels(graph.replay)
-    assert all(map(is_identical, found, expected))
-    assert is_ours(names, behind)
+    assert is_ours(check_captured(norm), behind)
 
 
 @alone_or_not
