@@ -40,6 +40,10 @@ void load(const Program& program, const Program::Operand& operand, int64_t begin
     }
     with_element(operand.element, [&](auto zero) {
       const auto* from = static_cast<const decltype(zero)*>(operand.data) + offset;
+      if (stride == 1) {  // in vectors
+        std::transform(from, from + length, to + into, [](auto x) { return static_cast<float>(x); });
+        return;
+      }
       for (int64_t i = 0; i < length; ++i) {
         to[into + i] = static_cast<float>(from[i * stride]);
       }
