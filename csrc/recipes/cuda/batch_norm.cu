@@ -20,6 +20,7 @@ constexpr int kVector = BatchNormGradient::kVector, kSums = 4;
 constexpr int kThreads = 512;  // of ATen's block, and at most of ours
 constexpr int kRows = 4;       // that a thread reads at once
 constexpr int kColumns = 8;    // vectors of a block's rows, at most
+constexpr int kTogether = 8;   // blocks' sums that a thread reads at once
 constexpr int kBlock = 128;    // of the pass over the elements
 
 // How ATen's reduction is launched: a block has `lanes` rows of threads, and there are `blocks` of them for each channel.
@@ -215,8 +216,19 @@ __global__ void __launch_bounds__(kThreads) add_up_kernel(const BatchNormGradien
   const bool is_one = blocks == 1;
   for (int which = 0; which < 2; ++which) {
     float sum = is_one && channel < norm.channels ? of_block(which, 0) : 0;
-    for (int block = lane; !is_one && block < blocks && channel < norm.channels; block += blockDim.y) {
-      sum += of_block(which, block);
+    for (int block = lane; !is_one && block < blocks; block += kTogether * blockDim.y) {
+      float part[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int other = block + u * static_cast<int>(blockDim.y);
+        part[u] = other < blocks && channel < norm.channels ? of_block(which, other) : 0;
+      }
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        if (block + u * static_cast<int>(blockDim.y) < blocks) {
+          sum += part[u];
+        }
+      }
     }
     sums[(lane * 2 + which) * blockDim.x + threadIdx.x] = sum;
   }
