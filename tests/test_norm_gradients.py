@@ -6,11 +6,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-from activations_cuda import _C, recompute
-from activations_cuda.recipes.verification import is_identical
-from norms import (
+from answers import (
     check_captured,
     check_second_derivatives,
     check_several_passes,
@@ -19,6 +15,10 @@ from norms import (
     gradients,
     kernels,
 )
+from torch import nn
+
+from activations_cuda import _C, recompute
+from activations_cuda.recipes.verification import is_identical
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_hidden_errors")]
 

@@ -1,4 +1,4 @@
-"""What the tests of norms' gradients have in common. A norm is a module without inputs that has `leaves()`, which it reads."""
+"""What the tests of gradients that hooks compute have in common. The net is a module without inputs, but for `leaves()`."""
 
 import contextlib
 import itertools
@@ -20,37 +20,37 @@ def kernels(function):
     return result, {event.name for event in profiler.events()}
 
 
-def gradients(norm, scope=None):
+def gradients(net, scope=None):
     with scope or contextlib.nullcontext():
-        loss = norm().sum()
-    return torch.autograd.grad(loss, norm.leaves())
+        loss = net().sum()
+    return torch.autograd.grad(loss, net.leaves())
 
 
-def check_several_passes(norm):
-    expected = gradients(norm)
+def check_several_passes(net):
+    expected = gradients(net)
     for _ in range(2):
         with recompute():
-            loss = norm().sum()
+            loss = net().sum()
         for retain in (True, True, False):
-            found = torch.autograd.grad(loss, norm.leaves(), retain_graph=retain)
+            found = torch.autograd.grad(loss, net.leaves(), retain_graph=retain)
             assert all(map(is_identical, found, expected))
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            torch.autograd.grad(loss, norm.leaves())
+            torch.autograd.grad(loss, net.leaves())
 
 
-def check_second_derivatives(norm):
+def check_second_derivatives(net):
     def second(scope):
         with scope:
-            found = torch.autograd.grad(norm().sum(), norm.leaves(), create_graph=True)
-            return torch.autograd.grad(sum(each.float().square().sum() for each in found), norm.leaves())
+            found = torch.autograd.grad(net().sum(), net.leaves(), create_graph=True)
+            return torch.autograd.grad(sum(each.float().square().sum() for each in found), net.leaves())
 
     expected = second(contextlib.nullcontext())
     for _ in range(2):
         assert all(map(is_identical, second(recompute()), expected))
 
 
-def check_within_hooks_that_give_back_once(norm):
-    expected = gradients(norm)
+def check_within_hooks_that_give_back_once(net):
+    expected = gradients(net)
     for _ in range(3):
         given, keys = {}, itertools.count()
 
@@ -60,39 +60,39 @@ def check_within_hooks_that_give_back_once(norm):
             return key
 
         with torch.autograd.graph.saved_tensors_hooks(pack, given.pop), recompute():
-            loss = norm().sum()
+            loss = net().sum()
         assert given
-        assert all(map(is_identical, torch.autograd.grad(loss, norm.leaves()), expected))
+        assert all(map(is_identical, torch.autograd.grad(loss, net.leaves()), expected))
         assert not given
 
 
-def check_several_threads(norms):
-    expected = [gradients(norm) for norm in norms]
+def check_several_threads(nets):
+    expected = [gradients(net) for net in nets]
     right = []
 
-    def run(norm, expected):
+    def run(net, expected):
         for _ in range(20):
-            right.append(all(map(is_identical, gradients(norm, recompute()), expected)))
+            right.append(all(map(is_identical, gradients(net, recompute()), expected)))
 
-    threads = [threading.Thread(target=run, args=each) for each in zip(norms, expected, strict=True)]
+    threads = [threading.Thread(target=run, args=each) for each in zip(nets, expected, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(right) == 20 * len(norms) and all(right)
+    assert len(right) == 20 * len(nets) and all(right)
 
 
-def check_captured(norm):
-    """The names of the kernels that a captured graph runs, for a norm whose recipes are verified."""
-    expected = gradients(norm)
+def check_captured(net):
+    """The names of the kernels that a captured graph runs, for one whose recipes are verified."""
+    expected = gradients(net)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        gradients(norm, recompute())
+        gradients(net, recompute())
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gradients(norm, recompute())
+        found = gradients(net, recompute())
     _, names = kernels(graph.replay)
     assert all(map(is_identical, found, expected))
     return names
