@@ -88,6 +88,16 @@ def dropout(x):
     return recipe(x, formulas.dropout, x, mask, arguments=(1.1, True))
 
 
+def gradient_of_gate(x):
+    return recipe(x, torch.mul, silu(x, batch_norm(x)), torch.randn_like(x))
+
+
+def gradient_of_cube(x):
+    wide = torch.empty_like(x, dtype=torch.float32)
+    square = recipe(wide, torch.pow, recipe(wide, torch.Tensor.to, x, arguments=(torch.float32,)), arguments=(2.0,))
+    return recipe(wide, torch.mul, recipe(wide, torch.mul, square, 3.0), torch.randn_like(wide))
+
+
 # What each makes of a tensor, and the bytes of an element that it reads and writes.
 FORMS = {
     "batch norm, 96 channels": (lambda: images(96), batch_norm, 4),
@@ -116,6 +126,8 @@ FORMS = {
     "SwiGLU of a tensor's halves": (lambda: numbers(ELEMENTS // 11264, 11264), swiglu_of_halves, 3),
     "quick GELU": (lambda: numbers(ELEMENTS // 1024, 1024), quick_gelu, 4),
     "dropout": (lambda: numbers(ELEMENTS // 1024, 1024), dropout, 4.125),
+    "of a gate: batch norm, SiLU, gradient": (lambda: images(96), gradient_of_gate, 6),
+    "of a cube in float32: cast, square, gradient": (lambda: numbers(ELEMENTS // 1024, 1024), gradient_of_cube, 10),
     "gradient of SiLU after batch norm": (lambda: images(96), batch_norm, 6),
     "gradient of SiLU in float32": (lambda: images(96).float(), batch_norm, 12),
     "interpreted: norm, product, ReLU6": (

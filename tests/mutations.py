@@ -33,6 +33,7 @@ TESTS = [  # the quick ones first
         "smooth",
         "norm_gradients",
         "layer_norm_gradients",
+        "elementwise_gradients",
         "first_use",
         "load",
         "guards",
@@ -45,6 +46,7 @@ TESTS = [  # the quick ones first
 RECOMPUTE_TESTS = [
     *sorted(file.name for file in Path(__file__).parent.glob("test_recompute_*.py")),
     "test_programs.py",
+    "test_elementwise_gradients.py",
     "test_rules.py",
     "test_distributed.py",
 ]
@@ -82,6 +84,7 @@ CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
 BATCH_NORM = "csrc/binding/recipes/batch_norm.cpp"
 CUDA_LAYER_NORM = "csrc/recipes/cuda/layer_norm.cu"
 LAYER_NORM = "csrc/binding/recipes/layer_norm.cpp"
+ELEMENTWISE = "csrc/binding/recipes/elementwise.cpp"
 ANSWERS = "csrc/binding/recipes/answers.cpp"
 VERIFICATION = "csrc/binding/recipes/verification.h"
 
@@ -218,8 +221,8 @@ ON = {
         ),
         Mutant(
             "hooks on a cast",
-            LAYER_NORM,
-            "cast->pre_hooks().empty() &&\n                            cast->post_hooks().empty() && ",
+            ANSWERS,
+            "!cast->pre_hooks().empty() || !cast->post_hooks().empty() ||",
             "",
         ),
         Mutant("a gradient that others have", LAYER_NORM, "is_alone(grad) && ", ""),
@@ -323,6 +326,13 @@ RECOMPUTE = [
         "second.ptr(getPyInterpreter()) == unpack_hook().ptr();",
         "second.ptr(getPyInterpreter());",
     ),
+    Mutant("a cube's derivative by the cube", ELEMENTWISE, "py::float_(factor.exponent - 1)", "py::float_(factor.exponent)"),
+    Mutant("a gradient that isn't verified", ELEMENTWISE, "fits(factor, grad, of_saved, dtype) ? ", "true ? "),
+    Mutant("a sum of rounded gradients", ELEMENTWISE, " && wanted.is_same_shape(grad)", ""),
+    Mutant("a factor that was written to", ELEMENTWISE, "value_of(each).check_unwritten();", ""),
+    Mutant("any power's derivative", ELEMENTWISE, "is_known_exponent(static_cast<float>(exponent)) ?", "true ?"),
+    Mutant("a product of other dtypes", ELEMENTWISE, "(device.is_cpu() && is_float)", "device.is_cpu()"),
+    Mutant("a cast that others have", ANSWERS, " && passes_unnoticed(node, /*has_saved=*/true)", ""),
     Mutant("what is overwritten is kept", HOOK, "keep(clone, value_of(value).source, outer);", "value;"),
     Mutant("a part says how it was laid out", JOINED, "value_of(value).is_rearranged = true;", ""),
     Mutant("a half says how it was laid out", DERIVATION, "value_of(recipe.operands[0]).is_rearranged = true;", ""),

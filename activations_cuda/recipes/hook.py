@@ -129,6 +129,8 @@ _C.recipes.set_up(
     permute=torch.permute,
     cast=torch.Tensor.to,
     same=formulas.same,
+    multiply=torch.mul,
+    power=torch.pow,
     op_rule=OpRule,
     candidates=Candidates,
     underivable=Underivable,

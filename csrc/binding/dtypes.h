@@ -18,6 +18,10 @@ inline bool is_half(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16;
 }
 
+inline bool is_float_or_half(at::ScalarType dtype) {
+  return dtype == at::kFloat || is_half(dtype);
+}
+
 template <class scalar_t>
 constexpr Dtype dtype_of = std::is_same_v<scalar_t, double>     ? Dtype::float64
                            : std::is_same_v<scalar_t, float>    ? Dtype::float32

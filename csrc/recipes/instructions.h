@@ -62,9 +62,11 @@ FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
     return clamp(x, a, b);
   } else if constexpr (opcode == Opcode::tanh) {
     return std::tanh(x);
+  } else if constexpr (opcode == Opcode::tanh_gradient) {  // x becomes the gradient, of which a is the incoming one
+    return a * fma(-x, x, 1.0f);
   } else if constexpr (opcode == Opcode::silu) {
     return x / (1.0f + std::exp(-x));
-  } else if constexpr (opcode == Opcode::silu_gradient) {  // x becomes the gradient, of which a is the incoming one
+  } else if constexpr (opcode == Opcode::silu_gradient) {  // the same
     const float s = 1.0f / (1.0f + std::exp(-x));
     return a * s * fma(x, 1.0f - s, 1.0f);
   } else {

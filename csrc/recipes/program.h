@@ -29,6 +29,7 @@ namespace fastact {
   INSTRUCTION(layer_norm, 4)              \
   INSTRUCTION(clamp, 2)                   \
   INSTRUCTION(tanh, 0)                    \
+  INSTRUCTION(tanh_gradient, 1)           \
   INSTRUCTION(silu, 0)                    \
   INSTRUCTION(silu_gradient, 1)           \
   INSTRUCTION(look_up, 1)                 \
@@ -116,8 +117,9 @@ void run(const Program& program, int64_t begin, int64_t end);
 
 namespace cuda {
 
-// Computes all, queued on `stream` of the current device.
-FASTACT_WEAK Error run(const Program& program, Stream stream);
+// Computes all, queued on `stream` of the current device. Given `has_form`, only by a kernel that is compiled for such
+// programs: sets whether there is one.
+FASTACT_WEAK Error run(const Program& program, Stream stream, bool* has_form = nullptr);
 
 }  // namespace cuda
 

@@ -5,12 +5,14 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <string>
 
 #include "../dispatch.h"
+#include "../dtypes.h"
 #include "python.h"
 
 namespace fastact::recipes {
@@ -41,6 +43,20 @@ bool passes_unnoticed(Node& node, bool has_saved) {
   const bool is_checked = torch::autograd::AnomalyMode::is_enabled();  // whether it is NaN
   return !is_checked && next.tensor_pre_hooks().empty() && node.task_should_compute_output(0) &&
          next.task_should_compute_output(0) && node.stream() == next.stream() && is_only_reader(node, has_saved);
+}
+
+at::ScalarType dtype_of_output(const Node& node) {
+  return c10::typeMetaToScalarType(node.input_metadata(0).dtype());
+}
+
+at::ScalarType half_of_cast_before(Node& node) {
+  const auto* const cast = as<torch::autograd::generated::ToCopyBackward0>(node.next_edge(0).function.get());
+  if (!cast || dtype_of_output(node) != at::kFloat || !cast->pre_hooks().empty() || !cast->post_hooks().empty() ||
+      cast->self_options.device() != node.input_metadata(0).device()) {
+    return at::ScalarType::Undefined;
+  }
+  const auto dtype = c10::typeMetaToScalarType(cast->self_options.dtype());
+  return is_half(dtype) && passes_unnoticed(node, /*has_saved=*/true) ? dtype : at::ScalarType::Undefined;
 }
 
 bool is_answered() {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "hook.h"
+#include "value.h"
 
 namespace fastact::recipes {
 
@@ -27,6 +28,12 @@ bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
 // Whether a pass does nothing with a node's first result but give it to the next node, in the same stream. `has_saved`: whether
 // the node has saved, in the scope, what the next one made.
 bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false);
+
+at::ScalarType dtype_of_output(const torch::autograd::Node& node);
+
+// The half type of a cast of what a float32 node has saved, if it alone is before that and takes its gradient in the half type;
+// or undefined.
+at::ScalarType half_of_cast_before(torch::autograd::Node& node);
 
 // Whether the node that runs has its results already, and reads what it saved for nothing.
 bool is_answered();
@@ -93,15 +100,24 @@ Hook* hook_of(const torch::autograd::Node& node) {
 // What a node locks while it runs.
 std::mutex& mutex_of(torch::autograd::Node& node);
 
-// Calls function(value) with the value behind what a node has saved, or null, under the GIL: which is taken after the node's
+// Calls function(values) with the values behind what a node has saved, or null, under the GIL: which is taken after the node's
 // own mutex, as where the node runs.
 template <class Function>
-auto with_value(torch::autograd::Node& node, const torch::autograd::SavedVariable& saved, const Function& function) {
+auto with_values(
+    torch::autograd::Node& node, c10::ArrayRef<const torch::autograd::SavedVariable*> saved, const Function& function) {
   std::unique_lock<std::mutex> lock(mutex_of(node));
   const py::gil_scoped_acquire gil;
-  const py::object value = value_behind(saved);
+  Objects values;
+  for (const auto* each : saved) {
+    values.push_back(value_behind(*each));
+  }
   lock.unlock();
-  return function(value);
+  return function(values);
+}
+
+template <class Function>
+auto with_value(torch::autograd::Node& node, const torch::autograd::SavedVariable& saved, const Function& function) {
+  return with_values(node, {&saved}, [&](const Objects& values) { return function(values[0]); });
 }
 
 }  // namespace fastact::recipes

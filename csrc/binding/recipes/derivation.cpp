@@ -12,6 +12,7 @@
 #include "../origin.h"
 #include "../strides.h"
 #include "batch_norm.h"
+#include "elementwise.h"
 #include "formulas.h"
 #include "joined.h"
 #include "layer_norm.h"
@@ -228,6 +229,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   }
   speed_up_batch_norm(*step.node);
   speed_up_layer_norm(*step.node);
+  speed_up_elementwise(*step.node);
   return true;
 }
 

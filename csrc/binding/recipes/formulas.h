@@ -47,7 +47,7 @@ void set_facts(const py::dict& facts);  // of these formulas; what is known of o
 
 // The formulas that this library itself makes recipes of.
 struct Formulas {
-  py::object reshape, transpose, permute, same;
+  py::object reshape, transpose, permute, same, multiply, power;
   // Those that aren't called: a view of (base, offset), a cast, and a mask of its bits, whose sizes, strides and dtype are the
   // recipe's.
   py::object as_strided, cast, unpack_mask;

@@ -21,10 +21,6 @@
 namespace fastact::recipes {
 namespace {
 
-bool is_float(at::ScalarType dtype) {
-  return dtype == at::kFloat || is_half(dtype);
-}
-
 // Whether the CPU takes subnormals for zero, which tables and conversions know nothing of.
 bool flushes_subnormals() {
   volatile float subnormal = 1e-40f;
@@ -102,7 +98,7 @@ class Builder {
 
   // Appends what computes a recipe's element.
   bool append(Value& recipe) {
-    if (!recipe.fuses || !is_float(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) ||
+    if (!recipe.fuses || !is_float_or_half(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) ||
         !adopt_half(recipe.dtype)) {
       return false;
     }
@@ -148,7 +144,7 @@ class Builder {
     return formulas_ > 1 || has_norm_ || (widens && root_->formula.is(formulas().cast));
   }
 
-  std::optional<at::Tensor> run();
+  std::optional<at::Tensor> run(bool needs_form = false);
 
  private:
   static constexpr int kMaxAttempts = 4 * Program::kMaxInstructions;  // more than any program has use for
@@ -326,7 +322,7 @@ class Builder {
     // A mask that is broadcast isn't read eight at a time.
     const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) && value.sizes == reader.sizes;
     if (leaves_.size() == Program::kMaxOperands || (!order_.empty() && (is_bits || place != Place::broadcast)) ||
-        (!is_bits && (!is_float(value.dtype_of()) || !adopt_half(value.dtype_of())))) {
+        (!is_bits && (!is_float_or_half(value.dtype_of()) || !adopt_half(value.dtype_of())))) {
       return false;
     }
     reference->operand = static_cast<int8_t>(leaves_.size());
@@ -377,12 +373,15 @@ std::optional<at::DimVector> strides_along(
   return at::inferExpandGeometry_dimvector(sizes, strides, output).strides;
 }
 
-void launch(const Program& program, const at::Tensor& output) {
+// False if it needs a form and there is none.
+bool launch(const Program& program, const at::Tensor& output, bool needs_form) {
+  bool is_run = true;
   if (kHasCuda && output.is_cuda()) {
-    Cuda::launch(output, [&](cuda::Stream stream) { return cuda::run(program, stream); });
-    return;
+    Cuda::launch(output, [&](cuda::Stream stream) { return cuda::run(program, stream, needs_form ? &is_run : nullptr); });
+  } else {
+    Cpu::launch(output.numel(), 1, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
   }
-  Cpu::launch(output.numel(), 1, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
+  return is_run;
 }
 
 // An operand of a program that counts in other sizes than its reader's, as one of those sizes.
@@ -509,7 +508,7 @@ std::optional<Geometry> Builder::lay_out(const at::DimVector& strides) {
   return geometry;
 }
 
-std::optional<at::Tensor> Builder::run() {
+std::optional<at::Tensor> Builder::run(bool needs_form) {
   if ((root_->device->is_cpu() && flushes_subnormals()) || c10::multiply_integers(sizes_) == 0 || !read_leaves()) {
     return std::nullopt;
   }
@@ -529,11 +528,12 @@ std::optional<at::Tensor> Builder::run() {
   if (!geometry->write(&program)) {
     return std::nullopt;
   }
-  const at::Tensor output = empty_strided(like_, root_->dtype, sizes_, *strides);
+  // Not a view, which would be one that was made without grad mode.
+  const at::Tensor output = empty_strided(
+      like_, root_->dtype, root_->sizes, is_reshaped() ? c10::contiguous_strides(root_->sizes) : at::DimVector(*strides));
   program.output = output.data_ptr();
   program.element = element_of(root_->dtype);
-  launch(program, output);
-  return is_reshaped() ? output.view(root_->sizes) : output;
+  return launch(program, output, needs_form) ? std::optional(output) : std::nullopt;
 }
 
 }  // namespace
@@ -542,12 +542,12 @@ Element element_of(at::ScalarType dtype) {
   return dtype == at::kHalf ? Element::float16 : dtype == at::kBFloat16 ? Element::bfloat16 : Element::float32;
 }
 
-std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone) {
+std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone, bool needs_form) {
   if (!has_kernels(*recipe.device)) {
     return std::nullopt;
   }
   Builder builder(recipe);
-  return builder.append_root() && (is_alone || builder.is_worth_it()) ? builder.run() : std::nullopt;
+  return builder.append_root() && (is_alone || builder.is_worth_it()) ? builder.run(needs_form) : std::nullopt;
 }
 
 at::Tensor contiguous(const at::Tensor& tensor) {

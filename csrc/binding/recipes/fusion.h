@@ -14,7 +14,8 @@ namespace fastact::recipes {
 Element element_of(at::ScalarType dtype);
 
 // The tensor of a recipe, if a program computes it in one pass and that is worth it. `is_alone`: even of a single formula.
-std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false);
+// `needs_form`: not by a GPU's interpreter.
+std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false, bool needs_form = false);
 
 // The gradient of a function's input by a program that continues the input's own, so that the input isn't written; none if
 // there is no such program. In a half type it ends with Opcode::gradient, which multiplies by two factors from a table; in

@@ -27,6 +27,7 @@
 #include "calls.h"
 #include "computing.h"
 #include "derivation.h"
+#include "elementwise.h"
 #include "formulas.h"
 #include "leaves.h"
 #include "masks.h"
@@ -147,6 +148,7 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     return value;
   }
   speed_up_activation(*node);
+  speed_up_square_before(*node);
   const auto number = static_cast<uint32_t>(tensor.output_nr());
   py::object value = noted(node, number);
   if (value && value_of(value).stands_for(tensor)) {

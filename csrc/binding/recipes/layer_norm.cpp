@@ -34,10 +34,6 @@ using torch::autograd::generated::NativeLayerNormBackward0;
 using torch::autograd::generated::ToCopyBackward0;
 using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
 
-at::ScalarType dtype_of_output(const Node& node) {
-  return c10::typeMetaToScalarType(node.input_metadata(0).dtype());
-}
-
 // What a norm's gradients are made of, beside the incoming one, which may be in a half type, as the input, if the norm is in
 // float32.
 struct LayerNormSaved {
@@ -173,7 +169,7 @@ class LayerNormPreHook : public PreHook {
       return given;
     }
     const at::Tensor grad = grads[0].contiguous();  // and the input, as the op does
-    const LayerNormSaved saved = saved_by(half_of_next());
+    const LayerNormSaved saved = saved_by(half_of_cast_before(node_));
     const Needed needed = {true, is_needed(1), is_needed(2)};
     variable_list results =
         is_served(grad, saved) && fits(grad, saved, needed) ? by_kernel(grad, saved, needed) : by_ops(grad, saved, needed);
@@ -181,16 +177,6 @@ class LayerNormPreHook : public PreHook {
   }
 
  private:
-  // The half type of a cast before the norm which takes its gradient in that, or undefined.
-  at::ScalarType half_of_next() const {
-    const auto* const cast = as<ToCopyBackward0>(node_.next_edge(0).function.get());
-    const bool takes_half = cast && dtype_of_output(node_) == at::kFloat && cast->pre_hooks().empty() &&
-                            cast->post_hooks().empty() && cast->self_options.device() == node_.input_metadata(0).device() &&
-                            is_half(c10::typeMetaToScalarType(cast->self_options.dtype()));
-    return takes_half && passes_unnoticed(node_, /*has_saved=*/true) ? c10::typeMetaToScalarType(cast->self_options.dtype())
-                                                                     : at::ScalarType::Undefined;
-  }
-
   // What the norm has saved, read as the node itself does, but the input in its half type if that is wanted.
   LayerNormSaved saved_by(at::ScalarType half) {
     at::Tensor input;

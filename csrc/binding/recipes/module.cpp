@@ -56,7 +56,8 @@ void add_settings(py::module_& module) {
   module.def("set_facts", &set_facts);
   module.def("set_up", [=](const py::kwargs& given) {
     set_formulas(
-        {given["reshape"], given["transpose"], given["permute"], given["same"], as_strided, given["cast"], unpack_mask});
+        {given["reshape"], given["transpose"], given["permute"], given["same"], given["multiply"], given["power"], as_strided,
+         given["cast"], unpack_mask});
     set_callbacks(given);
   });
   module.def("set_smallest", &set_smallest);

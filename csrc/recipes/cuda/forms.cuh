@@ -29,31 +29,33 @@ using Tanh = InstructionOf<Opcode::tanh>;
 using LookUp = InstructionOf<Opcode::look_up, Layout::table>;
 using Gradient = InstructionOf<Opcode::gradient, dense, Layout::table>;
 using SiluGradient = InstructionOf<Opcode::silu_gradient, dense>;
+using TanhGradient = InstructionOf<Opcode::tanh_gradient, dense>;
 template <Layout layout>
 using Add = InstructionOf<Opcode::add, layout, number>;
 template <Layout layout>
 using Multiply = InstructionOf<Opcode::multiply, layout>;
 
-// A normalization, and what follows it: nothing, an activation or its gradient, a gate, a residual, or another normalization of
-// the same kind as one.
+// A normalization, and what follows it: nothing, an activation or its gradient, a gate or its gradient, a residual, or another
+// normalization of the same kind as one.
 template <class T, int n, class Norm>
 bool start_norm_of_columns(const Program& program, Stream stream) {
   if constexpr (n == 8) {
     // Tables are read faster by more vectors at once.
     if (start_one_of<
             T, n, Form<4, two, Load, Norm, LookUp>, Form<4, three, Load, Norm, LookUp, Multiply<gate>>,
-            Form<4, two, Load, Norm, Gradient>, Form<2, two, Load, Norm, LookUp, Stash, Load, Norm, Add<stash>>>(
-            program, stream)) {
+            Form<4, two, Load, Norm, LookUp, Multiply<dense>>, Form<4, two, Load, Norm, Gradient>,
+            Form<2, two, Load, Norm, LookUp, Stash, Load, Norm, Add<stash>>>(program, stream)) {
       return true;
     }
   } else if (start_one_of<
                  T, n, Form<2, two, Load, Norm, Silu>, Form<2, three, Load, Norm, Silu, Multiply<gate>>,
-                 Form<2, two, Load, Norm, SiluGradient>>(program, stream)) {
+                 Form<2, two, Load, Norm, Silu, Multiply<dense>>, Form<2, two, Load, Norm, SiluGradient>>(program, stream)) {
     return true;
   }
   return start_one_of<
       T, n, Form<2, two, Load, Norm>, Form<2, two, Load, Norm, Clamp>, Form<2, two, Load, Norm, Add<dense>>,
       Form<2, two, Load, Norm, Add<dense>, Clamp>, Form<2, three, Load, Norm, Clamp, Multiply<gate>>,
+      Form<2, two, Load, Norm, Clamp, Multiply<dense>>,
       Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,         // stochastic depth
       Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>,  // squeeze-and-excitation
       Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>>, Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
@@ -121,6 +123,11 @@ bool start_common(const Program& program, Stream stream) {
              Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
              Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
              Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,
+             Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh, TanhGradient>,
+             Form<2, two, LoadAny, Power, Multiply<number>, Multiply<dense_any>>,  // gradients of a cube
+             Form<2, two, LoadAny, Multiply<number>, Multiply<row>>,               // of a mean of squares
+             Form<2, two, LoadAny, Multiply<dense_any>>,                           // of a product
+             Form<2, two, LoadAny, Multiply<row>, Multiply<dense_any>>,
              Form<2, two, LoadAny, Bits, Multiply<number>>,  // dropout
              Form<2, two, LoadAny, Bits, Multiply<number>, Add<dense_any>>,
              Form<2, more, LoadAny, Multiply<any>, Add<dense_any>>,  // layer scale

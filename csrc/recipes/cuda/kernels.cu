@@ -52,7 +52,7 @@ bool start_form(const Program& program, bool has_float16, Stream stream) {
 
 }  // namespace
 
-Error run(const Program& given, Stream stream) {
+Error run(const Program& given, Stream stream, bool* has_form) {
   Program program = given;
   split(&program);
   bool has_float16 = program.element == Element::float16;
@@ -62,7 +62,10 @@ Error run(const Program& given, Stream stream) {
   for (int k = 0; k < program.instructions; ++k) {
     has_float16 |= program.instruction[k].rounded_to == Element::float16;
   }
-  if (!start_form(program, has_float16, stream)) {
+  const bool is_started = start_form(program, has_float16, stream);
+  if (has_form) {
+    *has_form = is_started;
+  } else if (!is_started) {
     has_float16 ? start_interpreter<c10::Half>(program, stream) : start_interpreter<c10::BFloat16>(program, stream);
   }
   return cudaGetLastError();
