@@ -219,6 +219,25 @@ def test_figures_of_recompute():
 
 
 @FROM_SOURCE
+def test_figures_of_programs():
+    """How much longer than a copy each kind of chain takes."""
+    rows = json.loads((RESULTS / "nvidia-h200-programs.json").read_text())["rows"]
+    times = {row["form"]: f"{1 / row['rate']:.1f}" for row in rows}
+
+    def of(*words):
+        return {form: times.pop(form) for form in list(times) if any(word in form for word in words)}.values()
+
+    any_other, beside_vectors = of("interpreted")
+    planes, gates = of(" x "), of(", gate", "halves")
+    page = read("docs/recompute.md").replace("\n", " ")
+    common = times.values()
+    assert f"takes {min(common)} to {max(common)} times as long as a copy of the same bytes for the chains" in page
+    assert f"of one tensor's halves, it takes {min(gates)} to {max(gates)} times" in page
+    assert f"planes of 14 x 14 or 7 x 7, {min(planes)} to {max(planes)} times" in page
+    assert f"for any other chain, {any_other} times, or {beside_vectors} times if its innermost" in page
+
+
+@FROM_SOURCE
 def test_figures_of_what_is_saved():
     rows = json.loads((RESULTS / "nvidia-h100-80gb-hbm3-saved.json").read_text())["rows"]
     expected = [f"| {row['model']} | {row['gib']:.2f} | {changes(row, 'converted', 'recipes', 'both')} |" for row in rows]
