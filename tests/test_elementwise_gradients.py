@@ -307,7 +307,7 @@ def test_some_gradients(op, wanted, device):
 
 
 @of_ops
-def test_several_passes(op, device):
+def test_more_than_one_pass(op, device):
     check_several_passes(Net(op, device=device))
 
 
