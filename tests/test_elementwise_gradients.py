@@ -9,6 +9,11 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from activations_cuda import _C, recompute
+from activations_cuda.recipes.verification import is_identical
 from answers import (
     check_captured,
     check_second_derivatives,
@@ -17,11 +22,6 @@ from answers import (
     check_within_hooks_that_give_back_once,
     gradients,
 )
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
-
-from activations_cuda import _C, recompute
-from activations_cuda.recipes.verification import is_identical
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
@@ -268,26 +268,38 @@ def test_layouts(op, layout, which, device):
     check(net)
 
 
-@of_ops
-def test_a_gradient_that_is_expanded(op, device):
-    net = Net(op, (16, 24), device=device)
+class Unscaled(Net):
+    """Of which the gradient of the output is expanded."""
 
-    def forward():
-        output = op(net.x * 1.0, net.y * 1.0)
-        F.leaky_relu(output * net.grad, 0.5)  # saves it
+    def forward(self):
+        output = self.op(*map(self.operand, (self.x, self.y)))
+        F.leaky_relu(output * self.grad, 0.5)  # saves it
         return output
 
-    net.forward = forward
-    _, after = check(net)
+
+@of_ops
+def test_a_gradient_that_is_expanded(op, device):
+    _, after = check(Unscaled(op, (16, 24), device=device))
     assert device == "cuda" or after["PowBackward0"] == 0  # no kernel of a form reads one number again and again
 
 
-def test_strides_of_dimensions_of_one(device):
-    net = Net(square, (8, 4, 1, 4), device=device)
-    for leaf in (net.x, net.y):  # and the gradient is expanded
-        leaf.data = leaf.data.as_strided((8, 4, 1, 4), (16, 1, 128, 4))
-    net.forward = lambda: net.grad.new_zeros(()) + square(net.x * 1.0, net.y * 1.0)
-    check(net)
+@pytest.mark.parametrize("strides", [(16, 1, 128, 4), (16, 1, 1, 4), (16, 4, 128, 1)])
+@pytest.mark.parametrize("exponent", [2, 3])
+def test_strides_of_dimensions_of_one(exponent, strides, device):
+    """A power lays these out anew, and its gradient as the power, if the incoming one is expanded."""
+    x, y = (torch.randn(128, device=device).as_strided((8, 4, 1, 4), strides).requires_grad_() for _ in range(2))
+
+    def found(scope):
+        with scope:
+            factor = (x * 1.0) * 3.0
+            output = factor.pow(exponent)
+            F.leaky_relu(output * y, 0.5)  # saves it
+        return torch.autograd.grad(output.sum(), factor)[0].stride()
+
+    expected = found(torch.enable_grad())
+    assert expected != strides
+    for _ in range(3):
+        assert found(recompute()) == expected
 
 
 @pytest.mark.parametrize("frozen", ["x", "y"])
@@ -383,16 +395,14 @@ def test_hooks_of_others_see_what_the_node_does(device):
     assert len(seen) == 2 and all(each is not None for results, grads in seen for each in (*results, *grads))
 
 
-def test_a_factor_that_several_read_is_computed_once(device):
+def test_a_factor_that_several_read(device):
     """Its recipe reads more than it is large, so that to compute it twice would take longer."""
-    net = Net(lambda x, y: torch.relu(x + y) * (y + 2), device=device)
 
     def op(x, y):
         shared = x + y
         return shared * x + shared * y + shared.pow(2)
 
-    net.op = op
-    check(net)
+    check(Net(op, device=device))
 
 
 def test_a_program_that_gives_other_bits_is_not_used():
@@ -400,12 +410,11 @@ def test_a_program_that_gives_other_bits_is_not_used():
     program = """if True:
         import contextlib, torch
         import activations_cuda
-        from activations_cuda.recipes.formulas import FORMULAS
-        from activations_cuda.recipes.programs import argument, instruction
+        from activations_cuda.recipes.formulas import Facts
+        from activations_cuda.recipes.programs import instruction
 
         activations_cuda._C.recipes.set_smallest(0, 0)
-        wrong = FORMULAS[torch.pow].__class__(program=(instruction("power", 3.0),))
-        activations_cuda._C.recipes.set_facts({torch.pow: wrong})
+        activations_cuda._C.recipes.set_facts({torch.pow: Facts(program=(instruction("power", 3.0),))})
         x = torch.randn(64, requires_grad=True)
 
         def run(scope):

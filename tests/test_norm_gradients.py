@@ -6,6 +6,10 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from activations_cuda import _C, recompute
+from activations_cuda.recipes.verification import is_identical
 from answers import (
     check_captured,
     check_second_derivatives,
@@ -15,10 +19,6 @@ from answers import (
     gradients,
     kernels,
 )
-from torch import nn
-
-from activations_cuda import _C, recompute
-from activations_cuda.recipes.verification import is_identical
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_hidden_errors")]
 

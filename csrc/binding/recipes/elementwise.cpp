@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
-#include <mutex>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -87,8 +86,8 @@ std::optional<at::Tensor> by_program(
     return std::nullopt;
   }
   at::DimVector strides(*strides_of_saved);
-  if (factor.kind == Factor::Kind::power) {  // which is multiplied by a number
-    strides = elementwise_strides(grad.sizes(), strides, at::DimVector(strides.size(), 0));
+  if (factor.kind == Factor::Kind::power) {  // an op of its own, which lays out dimensions of size 1 anew
+    strides = elementwise_strides(grad.sizes(), strides, strides);
   }
   strides = elementwise_strides(grad.sizes(), grad.strides(), strides);
   if (!agree(grad.sizes(), strides, *strides_of_saved)) {
