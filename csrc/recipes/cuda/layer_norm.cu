@@ -10,32 +10,19 @@
 #include <algorithm>
 
 #include "../../typed.h"
-#include "vectors.cuh"
+#include "rows.cuh"
 
 namespace fastact::cuda {
 namespace {
 
-constexpr int kVector = 4;  // elements that a thread reads at once
-constexpr int kWarp = 32;
 constexpr int kThreads = 128;  // of a block, ATen's and ours
-
-using Vector = float[kVector];
-
-// Makes floats of a vector as it is in memory. T is the half type.
-template <class T>
-__device__ void convert(Element element, Vector& vector) {
-  if (element != Element::float32) {
-    const Pairs<kVector> pairs = {__float_as_uint(vector[0]), __float_as_uint(vector[1])};
-    unpack<T>(pairs, vector);
-  }
-}
 
 // Which vectors of a row a thread has: every kLanes-th.
 template <int kLanes, int kVectors>
 class Row {
  public:
   __device__ Row(const LayerNormGradient& norm, int row)
-      : vectors_(norm.columns / kVector), lane_(threadIdx.x % kLanes), first_(int64_t{row} * vectors_) {}
+      : vectors_(norm.columns / kElements), lane_(threadIdx.x % kLanes), first_(int64_t{row} * vectors_) {}
 
   template <class Function>
   __device__ void for_each(const Function& function) const {
@@ -57,37 +44,17 @@ class Row {
 
   template <class T>
   __device__ void write(const Vector (&from)[kVectors], Element element, void* data) const {
-    for_each([&](int i) { store<T>(from[i], element, (first_ + i * kLanes + lane_) * kVector, data); });
+    for_each([&](int i) { store<T>(from[i], element, (first_ + i * kLanes + lane_) * kElements, data); });
   }
 
  private:
   __device__ void read(const void* data, Element element, int64_t first, Vector (&to)[kVectors]) const {
-    const int64_t vector = first + lane_;
-    if (element == Element::float32) {
-      for_each([&](int i) { move<kVector>(static_cast<const float*>(data) + (vector + i * kLanes) * kVector, to[i]); });
-    } else {
-      for_each([&](int i) { move<kVector / 2>(static_cast<const uint16_t*>(data) + (vector + i * kLanes) * kVector, to[i]); });
-    }
+    for_each([&](int i) { cuda::read(data, element, first + i * kLanes + lane_, to[i]); });
   }
 
   const int vectors_, lane_;
   const int64_t first_;
 };
-
-// Adds up what two lanes have: one the first half of n sums, the other the second, or both the only one.
-template <int n>
-__device__ void add_up(float* sums, int distance) {
-  if constexpr (n == 1) {
-    sums[0] += __shfl_xor_sync(~0u, sums[0], distance);
-  } else {
-    const bool takes_second = threadIdx.x & distance;
-#pragma unroll
-    for (int i = 0; i < n / 2; ++i) {
-      const float first = sums[i], second = sums[i + n / 2];
-      sums[i] = (takes_second ? second : first) + __shfl_xor_sync(~0u, takes_second ? first : second, distance);
-    }
-  }
-}
 
 // The two sums of a row. In ATen's block each thread has every 128th vector; then the threads of a warp are added up, halving
 // their number, then the warps, with zeros for the warps that other blocks have. Here kLanes threads do the work of the block.
@@ -187,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) input_kernel(const LayerNormGradient
       }
     }
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
+    for (int i = 0; i < kElements; ++i) {
       sums.add(vector, grad[vector][i] * weight[vector][i], input[vector][i] - mean, invstd);
     }
   });
@@ -199,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) input_kernel(const LayerNormGradient
   const float count = static_cast<float>(norm.columns), scale = 1 / count * invstd;
   vectors.for_each([&](int vector) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
+    for (int i = 0; i < kElements; ++i) {
       const float projected = of_product * (invstd * (input[vector][i] - mean));
       input[vector][i] = (__fmaf_rn(grad[vector][i], count * weight[vector][i], -projected) - of_grad) * scale;
     }
@@ -379,7 +346,7 @@ unsigned int ceil_div(int64_t n, int by) {
   return static_cast<unsigned int>((n + by - 1) / by);
 }
 
-static_assert(kThreads * 8 * kVector == LayerNormGradient::kMostColumns);
+static_assert(kThreads * 8 * kElements == LayerNormGradient::kMostColumns);
 
 template <class T>
 void start(const LayerNormGradient& norm, const Shares& shares, Stream stream) {
