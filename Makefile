@@ -81,7 +81,7 @@ sanitize: build-test
 	! command -v nvidia-smi || for tool in memcheck racecheck initcheck synccheck; do \
 	  (cd tests && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    python -m pytest -m cuda -k "$(FEW)" test_mask.py test_exact.py test_inplace.py test_smooth.py test_norm_gradients.py \
-	      test_layer_norm_gradients.py test_elementwise_gradients.py) || exit 1; \
+	      test_layer_and_group_norm_gradients.py test_elementwise_gradients.py) || exit 1; \
 	done
 
 # A release: an sdist, and one wheel for these releases of torch, whether built for CUDA 13 or for the CPU. What it is built by,

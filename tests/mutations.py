@@ -32,7 +32,7 @@ TESTS = [  # the quick ones first
         "inplace",
         "smooth",
         "norm_gradients",
-        "layer_norm_gradients",
+        "layer_and_group_norm_gradients",
         "elementwise_gradients",
         "first_use",
         "load",
@@ -84,6 +84,10 @@ CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
 BATCH_NORM = "csrc/binding/recipes/batch_norm.cpp"
 CUDA_LAYER_NORM = "csrc/recipes/cuda/layer_norm.cu"
 LAYER_NORM = "csrc/binding/recipes/layer_norm.cpp"
+CUDA_GROUP_NORM = "csrc/recipes/cuda/group_norm.cu"
+GROUP_NORM = "csrc/binding/recipes/group_norm.cpp"
+CASTS = "csrc/binding/recipes/casts.cpp"
+SMOOTH = "csrc/binding/recipes/smooth.cpp"
 ELEMENTWISE = "csrc/binding/recipes/elementwise.cpp"
 ANSWERS = "csrc/binding/recipes/answers.cpp"
 VERIFICATION = "csrc/binding/recipes/verification.h"
@@ -221,13 +225,51 @@ ON = {
         ),
         Mutant(
             "hooks on a cast",
-            ANSWERS,
+            CASTS,
             "!cast->pre_hooks().empty() || !cast->post_hooks().empty() ||",
             "",
         ),
-        Mutant("a gradient that others have", LAYER_NORM, "is_alone(grad) && ", ""),
-        Mutant("a gradient left in the half type", LAYER_NORM, "given[0].to(dtype_of_output(node_))", "given[0]"),
-        Mutant("a norm's input that was written to", LAYER_NORM, "value_of(object).check_unwritten();", ""),
+        Mutant("a gradient that others have", CASTS, "is_alone(grad) && ", ""),
+        Mutant("a gradient left in the half type", ANSWERS, "grads[0] = grads[0].to(dtype_of_output(node));", ""),
+        Mutant("a norm's input that was written to", CASTS, "value_of(object).check_unwritten();", ""),
+        Mutant(
+            "a plane's threads in another order",
+            CUDA_GROUP_NORM,
+            "add_up<8>(sum, 4);\n  add_up<4>(sum, 2);",
+            "add_up<8>(sum, 2);\n  add_up<4>(sum, 4);",
+        ),
+        Mutant(
+            "a plane's warps in another order",
+            CUDA_GROUP_NORM,
+            "add_up<1>(sum, 16);\n      add_up<1>(sum, 8);",
+            "add_up<1>(sum, 2);\n      add_up<1>(sum, 8);",
+        ),
+        Mutant("small planes as large", CUDA_GROUP_NORM, "norm.plane < kManyLanes ?", "norm.plane < kWarp ?"),
+        Mutant("many samples as few", CUDA_GROUP_NORM, "norm.samples <= kFewSamples ?", "norm.samples <= 2 * kFewSamples ?"),
+        Mutant(
+            "the other product first",
+            CUDA_GROUP_NORM,
+            "__fmaf_rn(scale, grad[i], slope * input[i])",
+            "__fmaf_rn(slope, input[i], scale * grad[i])",
+        ),
+        Mutant(
+            "a product of the mean that is rounded",
+            CUDA_GROUP_NORM,
+            "__fmaf_rn(-grad[u], mean[u], product[u])",
+            "(product[u] - grad[u] * mean[u])",
+        ),
+        Mutant("planes in another order", GROUP_NORM, " || !has_planes()", ""),
+        Mutant("a group norm's statistics that have gradients", GROUP_NORM, " || has_others", ""),
+        Mutant("a clone that others have", CASTS, "!is_watched && passes_unnoticed(*before)", "!is_watched"),
+        Mutant("hooks on a clone", CASTS, "!is_watched && passes_unnoticed(*before)", "passes_unnoticed(*before)"),
+        Mutant("hooks on a smooth node", CASTS, " && !is_watched;", ";"),
+        Mutant(
+            "a layout that others see",
+            CASTS,
+            "may_answer(*norm, grad) && passes_unnoticed(node, /*has_saved=*/true)",
+            "may_answer(*norm, grad)",
+        ),
+        Mutant("a smooth gradient in the half type", SMOOTH, "grads[0].to(dtype_of_output(*this))", "grads[0]"),
         Mutant("factors of the first number", CUDA_LOOKUP, "(number << 16 | y)", "y"),
         Mutant("no factors beyond the direct ones", CUDA_LOOKUP, "(1u << bits) <= kDirect || number < kDirect", "true"),
         Mutant(
@@ -332,7 +374,7 @@ RECOMPUTE = [
     Mutant("a factor that was written to", ELEMENTWISE, "value_of(each).check_unwritten();", ""),
     Mutant("any power's derivative", ELEMENTWISE, "is_known_exponent(static_cast<float>(exponent)) ?", "true ?"),
     Mutant("a product of other dtypes", ELEMENTWISE, "(device.is_cpu() && is_float)", "device.is_cpu()"),
-    Mutant("a cast that others have", ANSWERS, " && passes_unnoticed(node, /*has_saved=*/true)", ""),
+    Mutant("a cast that others have", CASTS, " || !passes_unnoticed(node, /*has_saved=*/true)", ""),
     Mutant("what is overwritten is kept", HOOK, "keep(clone, value_of(value).source, outer);", "value;"),
     Mutant("a part says how it was laid out", JOINED, "value_of(value).is_rearranged = true;", ""),
     Mutant("a half says how it was laid out", DERIVATION, "value_of(recipe.operands[0]).is_rearranged = true;", ""),

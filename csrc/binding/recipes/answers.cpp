@@ -45,18 +45,14 @@ bool passes_unnoticed(Node& node, bool has_saved) {
          next.task_should_compute_output(0) && node.stream() == next.stream() && is_only_reader(node, has_saved);
 }
 
-at::ScalarType dtype_of_output(const Node& node) {
-  return c10::typeMetaToScalarType(node.input_metadata(0).dtype());
+bool is_in_vectors(const at::Tensor& tensor, at::Device device) {
+  constexpr size_t alignment = 16;
+  return is_plain(tensor) && tensor.device() == device && tensor.is_contiguous() &&
+         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
 }
 
-at::ScalarType half_of_cast_before(Node& node) {
-  const auto* const cast = as<torch::autograd::generated::ToCopyBackward0>(node.next_edge(0).function.get());
-  if (!cast || dtype_of_output(node) != at::kFloat || !cast->pre_hooks().empty() || !cast->post_hooks().empty() ||
-      cast->self_options.device() != node.input_metadata(0).device()) {
-    return at::ScalarType::Undefined;
-  }
-  const auto dtype = c10::typeMetaToScalarType(cast->self_options.dtype());
-  return is_half(dtype) && passes_unnoticed(node, /*has_saved=*/true) ? dtype : at::ScalarType::Undefined;
+at::ScalarType dtype_of_output(const Node& node) {
+  return c10::typeMetaToScalarType(node.input_metadata(0).dtype());
 }
 
 bool is_answered() {
@@ -88,6 +84,13 @@ variable_list PreHook::answer(variable_list results, size_t grads, bool is_for_n
   const std::lock_guard<std::mutex> lock(mutex_);
   answers_.push_back({task, std::move(results), is_for_next});
   return variable_list(grads);
+}
+
+variable_list PreHook::decline(const Node& node, variable_list grads) const {
+  if (takes_half() && grads[0].defined()) {
+    grads[0] = grads[0].to(dtype_of_output(node));
+  }
+  return grads;
 }
 
 variable_list PostHook::operator()(const variable_list& results, const variable_list&) {

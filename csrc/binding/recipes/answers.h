@@ -29,11 +29,10 @@ bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
 // the node has saved, in the scope, what the next one made.
 bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false);
 
-at::ScalarType dtype_of_output(const torch::autograd::Node& node);
+// Whether a kernel may read a tensor in vectors, from one end to the other.
+bool is_in_vectors(const at::Tensor& tensor, at::Device device);
 
-// The half type of a cast of what a float32 node has saved, if it alone is before that and takes its gradient in the half type;
-// or undefined.
-at::ScalarType half_of_cast_before(torch::autograd::Node& node);
+at::ScalarType dtype_of_output(const torch::autograd::Node& node);
 
 // Whether the node that runs has its results already, and reads what it saved for nothing.
 bool is_answered();
@@ -50,12 +49,17 @@ class PreHook : public torch::autograd::FunctionPreHook {
  public:
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}  // compiled autograd has the node run
 
+  // Whether it takes the gradient in the half type in which a cast behind the node has it (casts.h).
+  virtual bool takes_half() const { return false; }
+
   bool has_answer();
   std::optional<Answer> take_answer();
 
  protected:
   // Returns what the node is given, where these are its results.
   torch::autograd::variable_list answer(torch::autograd::variable_list results, size_t grads, bool is_for_next = false);
+  // What the node itself is given, where it is to compute them.
+  torch::autograd::variable_list decline(const torch::autograd::Node& node, torch::autograd::variable_list grads) const;
 
  private:
   // By the pass, since others may run between the two hooks: in other threads, or of what dies with the gradient.

@@ -40,9 +40,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::autograd::generated::NativeBatchNormBackward0;
 using torch::autograd::generated::ReluBackward0;
-// Of the input, the weight and the bias, and which of them are needed.
-using NormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using Needed = std::array<bool, 3>;
+using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
 
 constexpr int64_t kVector = BatchNormGradient::kVector;
 
@@ -93,9 +91,9 @@ bool is_served(const at::Tensor& grad, const BatchNormSaved& saved) {
          (!bias.defined() || has_channels(bias, weight.scalar_type()));
 }
 
-NormGradients by_kernel(const at::Tensor& grad, const BatchNormSaved& saved) {
+variable_list by_kernel(const at::Tensor& grad, const BatchNormSaved& saved) {
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
-  NormGradients result(at::empty_like(input), at::empty_like(weight), at::empty_like(weight));
+  variable_list result = {at::empty_like(input), at::empty_like(weight), at::empty_like(weight)};
   BatchNormGradient norm = {};
   norm.rows = static_cast<int>(saved.rows());
   norm.channels = static_cast<int>(saved.channels());
@@ -108,16 +106,16 @@ NormGradients by_kernel(const at::Tensor& grad, const BatchNormSaved& saved) {
   norm.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   norm.mask = mask.defined() ? mask.const_data_ptr<uint8_t>() : nullptr;
   norm.has_float_weight = weight.scalar_type() == at::kFloat;
-  norm.grad_input = std::get<0>(result).mutable_data_ptr();
-  norm.grad_weight = std::get<1>(result).mutable_data_ptr();
-  norm.grad_bias = std::get<2>(result).mutable_data_ptr();
+  norm.grad_input = result[0].mutable_data_ptr();
+  norm.grad_weight = result[1].mutable_data_ptr();
+  norm.grad_bias = result[2].mutable_data_ptr();
   const at::Tensor scratch = at::empty({cuda::scratch_floats(norm)}, mean.options());
   norm.scratch = scratch.mutable_data_ptr<float>();
   Cuda::launch(input, [&](cuda::Stream stream) { return cuda::run(norm, stream); });
   return result;
 }
 
-NormGradients by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed needed = {true, true, true}) {
+variable_list by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed needed = {true, true, true}) {
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
   constexpr double no_eps = 0;  // with 1/std, and in training, it isn't read; nor are running statistics
   at::Tensor of_norm = grad;
@@ -126,13 +124,9 @@ NormGradients by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed
   } else if (mask.defined()) {
     of_norm = at::where(unpack_mask(mask, grad.sizes(), grad.strides()), grad, 0);
   }
-  return at::native_batch_norm_backward(of_norm, input, weight, {}, {}, mean, invstd, /*train=*/true, no_eps, needed);
-}
-
-// Waits for the device.
-bool are_identical(const NormGradients& some, const NormGradients& others) {
-  return is_identical(std::get<0>(some), std::get<0>(others)) && is_identical(std::get<1>(some), std::get<1>(others)) &&
-         is_identical(std::get<2>(some), std::get<2>(others));
+  auto [of_input, of_weight, of_bias] =
+      at::native_batch_norm_backward(of_norm, input, weight, {}, {}, mean, invstd, /*train=*/true, no_eps, needed);
+  return {of_input, of_weight, of_bias};
 }
 
 // Whether the kernel adds up so many rows as the ops do. A model's first gradients don't tell, since they are often zero.
@@ -213,26 +207,24 @@ class BatchNormPreHook : public PreHook {
   variable_list operator()(const variable_list& grads) override {
     const at::Tensor& grad = grads[0];
     if (auto given = take(grad)) {
-      return answer({std::get<0>(*given), std::get<1>(*given), std::get<2>(*given)}, grads.size());
+      return answer(*std::move(given), grads.size());
     }
     const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
     if (!may_answer(node_, grad) || !may_be_served(grad) || !is_needed(0)) {
       return grads;
     }
     const BatchNormSaved saved = saved_by(node_);
-    auto [of_input, of_weight, of_bias] = is_served(grad, saved) && fits(grad, saved)
-                                              ? by_kernel(grad, saved)
-                                              : by_ops(grad, saved, {is_needed(0), is_needed(1), is_needed(2)});
-    return answer({std::move(of_input), std::move(of_weight), std::move(of_bias)}, grads.size());
+    const Needed needed = {is_needed(0), is_needed(1), is_needed(2)};
+    return answer(
+        is_served(grad, saved) && fits(grad, saved) ? by_kernel(grad, saved) : by_ops(grad, saved, needed), grads.size());
   }
 
   // The results of this pass, from the activation's hook: what reaches the norm is the gradient of its input already.
-  void give(const NormGradients& results) {
+  void give(const variable_list& results) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto& [of_input, of_weight, of_bias] = results;
     given_.push_back(
-        {torch::autograd::get_current_graph_task_id(), c10::weak_intrusive_ptr<c10::TensorImpl>(of_input.getIntrusivePtr()),
-         of_weight, of_bias});
+        {torch::autograd::get_current_graph_task_id(), c10::weak_intrusive_ptr<c10::TensorImpl>(results[0].getIntrusivePtr()),
+         results[1], results[2]});
   }
 
  private:
@@ -243,7 +235,7 @@ class BatchNormPreHook : public PreHook {
     at::Tensor of_weight, of_bias;
   };
 
-  std::optional<NormGradients> take(const at::Tensor& grad) {
+  std::optional<variable_list> take(const at::Tensor& grad) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const int task = torch::autograd::get_current_graph_task_id();
     const auto found = std::find_if(given_.begin(), given_.end(), [&](const Given& each) { return each.task == task; });
@@ -255,7 +247,7 @@ class BatchNormPreHook : public PreHook {
     TORCH_CHECK(
         grad.defined() && given.of_input._unsafe_get_target() == grad.unsafeGetTensorImpl(),
         "recompute: expected the gradient of a batch norm's output as the activation behind it gave it, got another");
-    return NormGradients(grad, given.of_weight, given.of_bias);
+    return variable_list{grad, given.of_weight, given.of_bias};
   }
 
   NativeBatchNormBackward0& node_;
@@ -276,17 +268,17 @@ class ActivationPreHook : public PreHook {
     if (!hook || !may_answer(node_, grad) || !may_answer(norm, grad) || !may_be_served(grad) || !passes_unnoticed(node_)) {
       return grads;
     }
-    const std::optional<NormGradients> results = of_both(norm, grad);
+    const std::optional<variable_list> results = of_both(norm, grad);
     if (!results) {
       return grads;
     }
     hook->give(*results);
-    return answer({std::get<0>(*results)}, grads.size());
+    return answer({(*results)[0]}, grads.size());
   }
 
  private:
   // None where each node is to compute its own.
-  std::optional<NormGradients> of_both(NativeBatchNormBackward0& norm, const at::Tensor& grad) {
+  std::optional<variable_list> of_both(NativeBatchNormBackward0& norm, const at::Tensor& grad) {
     auto* const masked = dynamic_cast<MaskedNode*>(&node_);
     const auto may_read = [&](const SavedVariable& saved) { return may_be_read_twice(norm, saved); };
     if (!may_read(norm.input_) || !may_read(norm.weight_) || !may_read(norm.result1_) || !may_read(norm.result2_) ||
@@ -314,8 +306,7 @@ class ActivationPreHook : public PreHook {
 };
 
 bool has_half_output_on_gpu(const Node& node) {
-  const auto& output = node.input_metadata(0);
-  return kHasCuda && output.device().is_cuda() && is_half(c10::typeMetaToScalarType(output.dtype()));
+  return kHasCuda && node.input_metadata(0).device().is_cuda() && is_half(dtype_of_output(node));
 }
 
 }  // namespace

@@ -12,8 +12,10 @@
 #include "../origin.h"
 #include "../strides.h"
 #include "batch_norm.h"
+#include "casts.h"
 #include "elementwise.h"
 #include "formulas.h"
+#include "group_norm.h"
 #include "joined.h"
 #include "layer_norm.h"
 #include "leaves.h"
@@ -229,6 +231,8 @@ bool complete(const Step& step, const py::object& name, const py::object& object
   }
   speed_up_batch_norm(*step.node);
   speed_up_layer_norm(*step.node);
+  speed_up_group_norm(*step.node);
+  speed_up_cast(*step.node);
   speed_up_elementwise(*step.node);
   return true;
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/pow.h>
+#include <ATen/ops/silu_backward.h>
 #include <ATen/ops/tanh_backward.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -15,6 +16,7 @@
 #include "../dtypes.h"
 #include "../strides.h"
 #include "answers.h"
+#include "casts.h"
 #include "formulas.h"
 #include "fusion.h"
 #include "leaves.h"
@@ -32,17 +34,20 @@ using torch::autograd::generated::MeanBackward1;
 using torch::autograd::generated::MulBackward0;
 using torch::autograd::generated::PowBackward0;
 using torch::autograd::generated::RsqrtBackward0;
+using torch::autograd::generated::SiluBackward0;
 using torch::autograd::generated::TanhBackward0;
 
-// What a node multiplies its gradient by: a saved tensor, or the derivative of a power or of tanh.
+// What a node multiplies its gradient by: a saved tensor, or the derivative of a power or a function.
 struct Factor {
-  enum class Kind { product, power, tanh } kind;
+  enum class Kind { product, power, function } kind;
   double exponent = 0;
+  Opcode opcode = {};  // of the function's gradient
 
   at::Tensor times(const at::Tensor& grad, const at::Tensor& saved) const {
-    return kind == Kind::product ? grad * saved
-           : kind == Kind::power ? grad * (exponent * saved.pow(exponent - 1))
-                                 : at::tanh_backward(grad, saved);
+    return kind == Kind::product             ? grad * saved
+           : kind == Kind::power             ? grad * (exponent * saved.pow(exponent - 1))
+           : opcode == Opcode::tanh_gradient ? at::tanh_backward(grad, saved)
+                                             : at::silu_backward(grad.to(saved.scalar_type()), saved);
   }
 };
 
@@ -69,17 +74,22 @@ Derivatives derivatives_of(Node& node) {
                                                            : Derivatives();
   }
   if (const auto* tanh = as<TanhBackward0>(&node); tanh && is_float && is_on_gpu) {
-    return {{&tanh->result_}, {{Factor::Kind::tanh}}};
+    return {{&tanh->result_}, {{Factor::Kind::function, 0, Opcode::tanh_gradient}}};
+  }
+  if (const auto* silu = as<SiluBackward0>(&node); silu && is_float && is_on_gpu) {
+    return {{&silu->self_}, {{Factor::Kind::function, 0, Opcode::silu_gradient}}};
   }
   return {};
 }
 
-// The gradient as a recipe's tensor; none where no program computes it, or that isn't worth it.
+// The gradient as a recipe's tensor; none where no program computes it, or that isn't worth it. `as_saved`: a function's, in
+// the layout of what was saved.
 std::optional<at::Tensor> by_program(
-    const Factor& factor, const at::Tensor& grad, const py::object& saved, at::ScalarType dtype, bool is_trial = false) {
+    const Factor& factor, const at::Tensor& grad, const py::object& saved, at::ScalarType dtype, bool as_saved,
+    bool is_trial = false) {
   Value& value = value_of(saved);
-  if (factor.kind == Factor::Kind::tanh) {
-    return dtype == grad.scalar_type() ? compute_gradient(value, grad, Opcode::tanh_gradient, {}, is_trial) : std::nullopt;
+  if (factor.kind == Factor::Kind::function) {
+    return dtype == at::kFloat ? compute_gradient(value, grad, factor.opcode, {}, is_trial, as_saved) : std::nullopt;
   }
   const auto strides_of_saved = value.strides_of();
   if (!strides_of_saved) {
@@ -120,31 +130,30 @@ std::optional<at::Tensor> by_program(
 // What decides whether a program gives the ops' bits, beside the numbers: the factor, the dtypes of the incoming gradient, of
 // what was saved and of the result, and the device.
 using FactorConfiguration =
-    std::tuple<Factor::Kind, double, at::ScalarType, at::ScalarType, at::ScalarType, at::DeviceType, at::DeviceIndex>;
+    std::tuple<Factor::Kind, double, Opcode, at::ScalarType, at::ScalarType, at::ScalarType, at::DeviceType, at::DeviceIndex>;
 
 // Whether it does, as found when such a gradient was first wanted.
 bool fits(const Factor& factor, const at::Tensor& grad, at::ScalarType of_saved, at::ScalarType dtype) {
   static auto& verdicts = *new Verdicts<FactorConfiguration>();
   const at::Device device = grad.device();
-  const FactorConfiguration configuration = {factor.kind, factor.exponent, grad.scalar_type(), of_saved,
-                                             dtype,       device.type(),   device.index()};
+  const FactorConfiguration configuration = {factor.kind, factor.exponent, factor.opcode, grad.scalar_type(),
+                                             of_saved,    dtype,           device.type(), device.index()};
   return verdicts.find(configuration, device, [&] {
-    constexpr int64_t many = 1 << 16;
-    const at::Tensor some_grad = some_numbers({many}, grad.options(), 1);
-    const at::Tensor some_saved = some_numbers({many}, grad.options().dtype(of_saved), many);
-    const auto found = by_program(factor, some_grad, keep(some_saved), dtype, /*is_trial=*/true);
+    const at::Tensor some_grad = all_numbers(grad.options(), Order::first);
+    const at::Tensor some_saved = all_numbers(grad.options().dtype(of_saved), Order::second);
+    const auto found = by_program(factor, some_grad, keep(some_saved), dtype, /*as_saved=*/false, /*is_trial=*/true);
     const py::gil_scoped_release no_gil;  // the device may be waiting for a callback that needs it
     return found && is_identical(*found, factor.times(some_grad, some_saved).to(dtype));
   });
 }
 
 // The gradient, in a half type if that is wanted.
-at::Tensor gradient(const Factor& factor, const at::Tensor& grad, const py::object& saved, at::ScalarType half) {
+at::Tensor gradient(const Factor& factor, const at::Tensor& grad, const py::object& saved, at::ScalarType half, bool as_saved) {
   Value& value = value_of(saved);
   const at::ScalarType of_grad = grad.scalar_type(), of_saved = value.dtype_of();
   if (value.sizes_of() == grad.sizes() && grad.dim() > 0 && is_float_or_half(of_grad) && is_float_or_half(of_saved)) {
     const at::ScalarType dtype = is_half(half) ? half : c10::promoteTypes(of_grad, of_saved);
-    auto found = fits(factor, grad, of_saved, dtype) ? by_program(factor, grad, saved, dtype) : std::nullopt;
+    auto found = fits(factor, grad, of_saved, dtype) ? by_program(factor, grad, saved, dtype, as_saved) : std::nullopt;
     if (found) {
       return *std::move(found);
     }
@@ -159,14 +168,17 @@ class ElementwisePreHook : public PreHook {
  public:
   explicit ElementwisePreHook(Node& node) : node_(node), derivatives_(derivatives_of(node)) {}
 
+  bool takes_half() const override { return derivatives_.factors[0].opcode == Opcode::silu_gradient; }
+
   variable_list operator()(const variable_list& grads) override {
     const at::Tensor& grad = grads[0];
     if (!may_answer(node_, grad)) {
-      return grads;
+      return decline(node_, grads);
     }
+    const bool as_saved = takes_half() && may_be_in_any_layout(node_, grad);
     return with_values(node_, derivatives_.saved, [&](const Objects& saved) {
       if (!may_be_faster(saved)) {
-        return grads;
+        return decline(node_, grads);
       }
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       note_unpacking();
@@ -180,7 +192,8 @@ class ElementwisePreHook : public PreHook {
       variable_list results(saved.size());
       for (size_t i = 0; i < saved.size(); ++i) {
         if (is_needed(i)) {
-          results[i] = gradient(derivatives_.factors[i], grad, saved[i], is_half(half) ? half : dtype_wanted(i, grad));
+          results[i] =
+              gradient(derivatives_.factors[i], grad, saved[i], is_half(half) ? half : dtype_wanted(i, grad), as_saved);
         }
       }
       return answer(std::move(results), grads.size(), /*is_for_next=*/is_half(half));

@@ -561,16 +561,19 @@ at::Tensor contiguous(const at::Tensor& tensor) {
 }
 
 std::optional<at::Tensor> compute_gradient(
-    Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors, bool is_alone) {
+    Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors, bool is_alone, bool as_input) {
   const auto strides = input.strides_of();
-  const auto dtype = grad.scalar_type();
-  if (!strides || grad.sizes() != input.sizes_of() || dtype != input.dtype_of() ||
-      !(opcode == Opcode::gradient ? is_half(dtype) : dtype == at::kFloat && !grad.is_cpu())) {
+  const at::ScalarType dtype = input.dtype_of(), of_grad = grad.scalar_type();
+  const bool is_served = opcode == Opcode::gradient ? is_half(dtype) && of_grad == dtype
+                                                    : dtype == at::kFloat && is_float_or_half(of_grad) && !grad.is_cpu();
+  if (!strides || grad.sizes() != input.sizes_of() || !is_served) {
     return std::nullopt;
   }
   input.check_unwritten();
   Value gradient;
-  gradient.set_layout(dtype, grad.device(), grad.sizes(), elementwise_strides(grad.sizes(), grad.strides(), *strides));
+  gradient.set_layout(
+      dtype, grad.device(), grad.sizes(),
+      as_input ? at::DimVector(*strides) : elementwise_strides(grad.sizes(), grad.strides(), *strides));
   if (!agree(grad.sizes(), gradient.strides, *strides)) {
     return std::nullopt;  // elements in two orders: the input, once written, is read faster
   }

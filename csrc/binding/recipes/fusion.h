@@ -19,10 +19,12 @@ std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false, bo
 
 // The gradient of a function's input by a program that continues the input's own, so that the input isn't written; none if
 // there is no such program. In a half type it ends with Opcode::gradient, which multiplies by two factors from a table; in
-// float32 with the function's own instruction, on a GPU only: on the CPU vectors round otherwise than single elements.
-// `is_alone`: even of an input that is kept.
+// float32, where the incoming gradient may be in a half type, with the function's own instruction, on a GPU only: on the CPU
+// vectors round otherwise than single elements. `is_alone`: even of an input that is kept. `as_input`: in the input's layout,
+// whatever the incoming gradient's.
 std::optional<at::Tensor> compute_gradient(
-    Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors = {}, bool is_alone = false);
+    Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors = {}, bool is_alone = false,
+    bool as_input = false);
 
 // A contiguous copy. Into another order of dimensions, or repeated, PyTorch's on a GPU takes twice a copy's time.
 at::Tensor contiguous(const at::Tensor& tensor);

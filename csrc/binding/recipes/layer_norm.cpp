@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_layer_norm_backward.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
@@ -19,10 +18,8 @@
 #include "../dtypes.h"
 #include "../node.h"
 #include "answers.h"
-#include "computing.h"
+#include "casts.h"
 #include "fusion.h"
-#include "leaves.h"
-#include "python.h"
 #include "verification.h"
 
 namespace fastact::recipes {
@@ -31,7 +28,6 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 using torch::autograd::generated::NativeLayerNormBackward0;
-using torch::autograd::generated::ToCopyBackward0;
 using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
 
 // What a norm's gradients are made of, beside the incoming one, which may be in a half type, as the input, if the norm is in
@@ -47,10 +43,8 @@ struct LayerNormSaved {
 
 // Whether the kernel takes these.
 bool is_served(const at::Tensor& grad, const LayerNormSaved& saved) {
-  constexpr size_t alignment = 16;
   const auto is_one = [&](const at::Tensor& tensor, at::ScalarType dtype) {
-    return is_plain(tensor) && tensor.device() == grad.device() && tensor.scalar_type() == dtype && tensor.is_contiguous() &&
-           reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
+    return is_in_vectors(tensor, grad.device()) && tensor.scalar_type() == dtype;
   };
   const auto is_one_or_half = [&](const at::Tensor& tensor) {
     const at::ScalarType dtype = tensor.scalar_type();
@@ -114,10 +108,7 @@ variable_list by_ops(const at::Tensor& grad, const LayerNormSaved& saved, Needed
 
 // Whether the kernel gives the same. Waits for the device.
 bool agree(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
-  const variable_list found = by_kernel(grad, saved, needed), expected = by_ops(grad, saved, needed);
-  return std::equal(found.begin(), found.end(), expected.begin(), [](const at::Tensor& one, const at::Tensor& other) {
-    return one.defined() == other.defined() && (!one.defined() || is_identical(one, other));
-  });
+  return are_identical(by_kernel(grad, saved, needed), by_ops(grad, saved, needed));
 }
 
 // The same for other numbers: a model's first gradients don't tell, since they are often zero.
@@ -157,16 +148,14 @@ bool fits(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
   });
 }
 
-class LayerNormPreHook : public PreHook {
+class LayerNormPreHook : public NormPreHook {
  public:
   explicit LayerNormPreHook(NativeLayerNormBackward0& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
     const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
     if (!may_answer(node_, grads[0]) || !is_needed(0)) {
-      variable_list given = grads;  // which a cast's hook may have left in a half type
-      given[0] = given[0].defined() ? given[0].to(dtype_of_output(node_)) : given[0];
-      return given;
+      return decline(node_, grads);
     }
     const at::Tensor grad = grads[0].contiguous();  // and the input, as the op does
     const LayerNormSaved saved = saved_by(half_of_cast_before(node_));
@@ -179,19 +168,7 @@ class LayerNormPreHook : public PreHook {
  private:
   // What the norm has saved, read as the node itself does, but the input in its half type if that is wanted.
   LayerNormSaved saved_by(at::ScalarType half) {
-    at::Tensor input;
-    if (half != at::ScalarType::Undefined) {
-      input = with_value(node_, node_.input_, [&](const py::object& object) {
-        if (!object || !value_of(object).is_recipe() || value_of(object).half() != half ||
-            value_of(object).must_be_computed_once()) {
-          return at::Tensor();
-        }
-        const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-        note_unpacking();
-        value_of(object).check_unwritten();
-        return in_half(value_of(object));
-      });
-    }
+    const at::Tensor input = saved_in_half(node_, node_.input_, half);
     const std::lock_guard<std::mutex> lock(mutex_of(node_));
     const NodePointer pointer = pointer_to(&node_);
     return {
@@ -207,33 +184,6 @@ class LayerNormPreHook : public PreHook {
   NativeLayerNormBackward0& node_;
 };
 
-// Whether the gradient is all that holds its memory, and fills it: then it may wait for the norm in place of a copy, since
-// nobody else can write to it, and it keeps nothing else alive.
-bool is_alone(const at::Tensor& grad) {
-  const bool is_view = grad.is_view();
-  return grad.use_count() == 1 && (!is_view || grad._base().use_count() == 1) &&
-         grad.storage().use_count() == (is_view ? 2 : 1) && grad.storage().nbytes() == grad.nbytes();
-}
-
-// Leaves a gradient as it is for the norm before the cast, whose hook takes that.
-class CastPreHook : public PreHook {
- public:
-  explicit CastPreHook(ToCopyBackward0& node) : node_(node) {}
-
-  variable_list operator()(const variable_list& grads) override {
-    const at::Tensor& grad = grads[0];
-    const Node& norm = *node_.next_edge(0).function;
-    const auto& output = norm.input_metadata(0);
-    const bool is_left = hook_of<LayerNormPreHook>(norm) && may_answer(node_, grad) && may_answer(norm, grad) &&
-                         dtype_of_output(norm) == at::kFloat && is_half(grad.scalar_type()) &&
-                         output.device() == grad.device() && is_alone(grad) && passes_unnoticed(node_);
-    return is_left ? answer({grad}, grads.size(), /*is_for_next=*/true) : grads;
-  }
-
- private:
-  ToCopyBackward0& node_;
-};
-
 }  // namespace
 
 void speed_up_layer_norm(Node& node) {
@@ -243,10 +193,6 @@ void speed_up_layer_norm(Node& node) {
   auto* const norm = as<NativeLayerNormBackward0>(&node);
   if (norm && (dtype_of_output(node) == at::kFloat || is_half(dtype_of_output(node)))) {
     add_hooks<LayerNormPreHook>(*norm);
-  }
-  auto* const cast = as<ToCopyBackward0>(&node);
-  if (cast && as<NativeLayerNormBackward0>(node.next_edge(0).function.get())) {
-    add_hooks<CastPreHook>(*cast);
   }
 }
 

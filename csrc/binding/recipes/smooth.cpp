@@ -1,7 +1,6 @@
 #include "smooth.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/arange.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
@@ -9,7 +8,6 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -20,6 +18,7 @@
 #include "../devices.h"
 #include "../dispatch.h"
 #include "../dtypes.h"
+#include "casts.h"
 #include "fusion.h"
 #include "hook.h"
 #include "leaves.h"
@@ -44,32 +43,17 @@ struct SmoothFields {
   }
 };
 
-// Whether an activation's instruction for the gradient in float32 gives the bits of PyTorch's op on this device: tried with
-// numbers of every magnitude, once that can be.
-bool fits(const Smooth& activation, c10::Device device) {
-  static std::map<std::pair<const Smooth*, c10::DeviceIndex>, bool> known;  // under the GIL
-  const auto key = std::make_pair(&activation, device.index());
-  if (const auto found = known.find(key); found != known.end()) {
-    return found->second;
-  }
-  if (is_capturing(device)) {
-    return false;  // comparing waits for the device
-  }
-  try {
-    const at::Tensor some = at::arange(1 << 20, at::dtype(at::kInt).device(device));
-    const at::Tensor input = (some * 4097).view(at::kFloat), grad = (some * 40503).view(at::kFloat);
+// Whether an activation's instruction for the gradient in float32 gives the bits of PyTorch's op on this device.
+bool fits(const Smooth& activation, at::Device device) {
+  static auto& verdicts = *new Verdicts<std::pair<const Smooth*, c10::DeviceIndex>>();
+  return verdicts.find({&activation, device.index()}, device, [&] {
+    const auto options = at::dtype(at::kFloat).device(device);
+    const at::Tensor input = all_numbers(options, Order::first), grad = all_numbers(options, Order::second);
     const py::object value = keep(input);
     const auto found = compute_gradient(value_of(value), grad, *activation.gradient_opcode, {}, /*is_alone=*/true);
-    bool is_right = false;
-    if (found) {
-      const at::Tensor expected = activation.backward(grad, input);
-      const py::gil_scoped_release no_gil;  // the device may be waiting for a callback that needs it
-      is_right = is_identical(*found, expected);
-    }
-    return known[key] = is_right;
-  } catch (const c10::OutOfMemoryError&) {
-    return false;  // later there may be room
-  }
+    const py::gil_scoped_release no_gil;  // the device may be waiting for a callback that needs it
+    return found && is_identical(*found, activation.backward(grad, input));
+  });
 }
 
 struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
@@ -86,7 +70,7 @@ struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
     if (auto gradient = through_recipe(grads[0])) {
       return {*std::move(gradient)};
     }
-    return {activation_.backward(grads[0], unpack())};
+    return {activation_.backward(grads[0].to(dtype_of_output(*this)), unpack())};
   }
 
   std::string name() const override { return kSmoothNodeName; }
@@ -102,14 +86,15 @@ struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
     return fields_.input.unpack();
   }
 
-  // None where PyTorch's op must compute the gradient.
+  // None where PyTorch's op must compute the gradient. The incoming one may be what a cast has left.
   std::optional<at::Tensor> through_recipe(const at::Tensor& grad) {
-    const auto dtype = grad.scalar_type();
+    const at::ScalarType dtype = dtype_of_output(*this);
     if (!kHasCuda || !grad.is_cuda() || !is_plain(grad) ||
         (dtype == at::kFloat ? !activation_.gradient_opcode : !is_half(dtype)) || grad.is_inference() ||
         c10::InferenceMode::is_enabled()) {  // whose tensors have no version
       return std::nullopt;
     }
+    const bool as_input = dtype == at::kFloat && may_be_in_any_layout(*this, grad);
     const Tables* tables = is_half(dtype) ? tables_for(activation_, grad) : nullptr;
     const std::lock_guard<std::mutex> lock(mutex_);
     const py::gil_scoped_acquire gil;
@@ -122,8 +107,11 @@ struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
     if (is_half(dtype)) {
       return tables ? compute_gradient(value_of(input), grad, Opcode::gradient, tables->derivative) : std::nullopt;
     }
-    return fits(activation_, grad.device()) ? compute_gradient(value_of(input), grad, *activation_.gradient_opcode)
-                                            : std::nullopt;
+    if (!fits(activation_, grad.device())) {
+      return std::nullopt;
+    }
+    const Opcode opcode = *activation_.gradient_opcode;
+    return compute_gradient(value_of(input), grad, opcode, {}, /*is_alone=*/false, as_input);
   }
 
   const Smooth& activation_;

@@ -3,6 +3,8 @@
 #include <ATen/ops/arange.h>
 #include <c10/util/accumulate.h>
 
+#include <algorithm>
+
 namespace fastact::recipes {
 
 bool is_identical(const at::Tensor& tensor, const at::Tensor& other) {
@@ -10,6 +12,12 @@ bool is_identical(const at::Tensor& tensor, const at::Tensor& other) {
   const at::Tensor of_tensor = tensor.view(bits), of_other = other.view(bits);
   return of_tensor.equal(of_other) ||
          of_tensor.eq(of_other).logical_or_(tensor.isnan().logical_and_(other.isnan())).all().item<bool>();
+}
+
+bool are_identical(at::TensorList tensors, at::TensorList others) {
+  return std::equal(tensors.begin(), tensors.end(), others.begin(), others.end(), [](const auto& tensor, const auto& other) {
+    return tensor.defined() == other.defined() && (!tensor.defined() || is_identical(tensor, other));
+  });
 }
 
 at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_t seed) {
@@ -26,6 +34,12 @@ at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_
   bits.bitwise_xor_(bits.bitwise_right_shift(12));
   bits.bitwise_and_(static_cast<int32_t>(pattern.random)).bitwise_or_(static_cast<int32_t>(pattern.fixed));
   return bits.view(dtype).narrow(0, 0, numbers).view(sizes);
+}
+
+at::Tensor all_numbers(at::TensorOptions options, Order order) {
+  const auto dtype = options.dtype().toScalarType();
+  const at::Tensor bits = at::arange(1 << 18, options.dtype(at::kInt)).mul_(order == Order::first ? 0x61c88647 : 0x2c1b3c6d);
+  return (dtype == at::kFloat ? bits : bits.to(at::kShort)).view(dtype);
 }
 
 }  // namespace fastact::recipes

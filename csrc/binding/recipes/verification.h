@@ -14,9 +14,14 @@ namespace fastact::recipes {
 
 // Whether two tensors of a dtype of 16 or 32 bits have the same bits, or are NaN in the same places. Waits for the device.
 bool is_identical(const at::Tensor& tensor, const at::Tensor& other);
+bool are_identical(at::TensorList tensors, at::TensorList others);  // those that are defined
 
 // Numbers of either sign, from 1/8 to 2 in magnitude, that look random: float32 or of a half type.
 at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_t seed);
+
+// Numbers of every magnitude, NaN among them, in one of two orders: of a half type all, of float32 as many.
+enum class Order { first, second };
+at::Tensor all_numbers(at::TensorOptions options, Order order);
 
 // Whether a kernel gives the ops' bits, for each configuration: all that decides it, beside the numbers.
 template <class Configuration>

@@ -28,7 +28,7 @@ using Power = InstructionOf<Opcode::power, number>;
 using Tanh = InstructionOf<Opcode::tanh>;
 using LookUp = InstructionOf<Opcode::look_up, Layout::table>;
 using Gradient = InstructionOf<Opcode::gradient, dense, Layout::table>;
-using SiluGradient = InstructionOf<Opcode::silu_gradient, dense>;
+using SiluGradient = InstructionOf<Opcode::silu_gradient, dense_any>;
 using TanhGradient = InstructionOf<Opcode::tanh_gradient, dense>;
 template <Layout layout>
 using Add = InstructionOf<Opcode::add, layout, number>;

@@ -1,13 +1,15 @@
-"""The gradients of a layer norm, which a kernel of ours computes in the scope, with the casts around it: PyTorch's bits."""
+"""The gradients of layer and group norms, by kernels of ours in the scope, with the casts around them: PyTorch's bits."""
 
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import activations_cuda
 from activations_cuda import recompute
 from activations_cuda.recipes.verification import is_identical
 from answers import (
@@ -52,10 +54,12 @@ KINDS = {
     "casts": (torch.bfloat16, torch.float32, torch.bfloat16),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
+kinds_of_both = pytest.mark.parametrize("kind", [*KINDS, *(f"group, {kind}" for kind in KINDS)])
+either_with_casts = pytest.mark.parametrize("kind", ["casts", "group, casts"])
 
 
 class Norm(nn.Module):
-    """A layer norm of what follows from a leaf, whose output is scaled by what looks like the next layer's gradient."""
+    """A norm of what follows from a leaf, whose output is scaled by what looks like the next layer's gradient."""
 
     def __init__(self, shape, kind="casts", half=torch.bfloat16, affine=True, bias=True):
         super().__init__()
@@ -64,20 +68,48 @@ class Norm(nn.Module):
         self.of_input, self.of_norm, self.of_output = dtypes
         self.x = nn.Parameter((torch.randn(shape, device="cuda") * 2 + 0.3).to(self.of_input))
         self.grad = nn.Parameter(torch.randn(shape, device="cuda").to(self.of_output))
-        self.weight = nn.Parameter(torch.randn(shape[-1:], device="cuda").to(self.of_norm)) if affine else None
-        self.bias = nn.Parameter(torch.randn(shape[-1:], device="cuda").to(self.of_norm)) if affine and bias else None
+        weights = self.shape_of_weights(shape)
+        self.weight = nn.Parameter(torch.randn(weights, device="cuda").to(self.of_norm)) if affine else None
+        self.bias = nn.Parameter(torch.randn(weights, device="cuda").to(self.of_norm)) if affine and bias else None
 
     def input(self):
         return self.x * 1  # no leaf
 
     def normalized(self, x):
-        return F.layer_norm(x.to(self.of_norm), self.grad.shape[-1:], self.weight, self.bias)
+        return self.norm(x.to(self.of_norm))
 
     def forward(self):
         return self.normalized(self.input()).to(self.of_output) * self.grad
 
     def leaves(self):
         return [leaf for leaf in (self.x, self.weight, self.bias, self.grad) if leaf is not None and leaf.requires_grad]
+
+
+class LayerNorm(Norm):
+    def shape_of_weights(self, shape):
+        return shape[-1:]
+
+    def norm(self, x):
+        return F.layer_norm(x, self.grad.shape[-1:], self.weight, self.bias)
+
+
+class GroupNorm(Norm):
+    def __init__(self, shape, *args, groups=4, **kwargs):
+        super().__init__(shape, *args, **kwargs)
+        self.groups = groups
+
+    def shape_of_weights(self, shape):
+        return shape[1:2]
+
+    def norm(self, x):
+        return F.group_norm(x, self.groups, self.weight, self.bias)
+
+
+def small(kind, rows=130):
+    """A layer norm, or a group norm of as many numbers."""
+    if "group" in kind:
+        return GroupNorm((rows // 10, 12, 8, 10), kind.removeprefix("group, "))
+    return LayerNorm((rows, 96), kind)
 
 
 def is_ours(names):
@@ -106,27 +138,121 @@ def check(norm, expected_is_ours=True):
 @kinds
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_bits_are_the_ops(shape, kind):
-    check(Norm(shape, kind))
+    check(LayerNorm(shape, kind))
+
+
+# Planes that ATen adds up by a warp and by 512 threads, with and without a remainder; samples that a thread adds up, and a
+# warp; one group, and as many as there are channels.
+GROUPS = {
+    (1, 8, 2, 2): 2,
+    (3, 32, 4, 4): 32,
+    (64, 64, 8, 8): 8,
+    (128, 12, 14, 14): 3,
+    (129, 96, 16, 31): 1,
+    (200, 20, 16, 32): 5,
+    (5, 64, 20, 26): 16,
+    (2, 511, 33, 36): 1,
+    (16, 320, 32, 32): 32,
+    (3, 24, 64): 8,
+    (2, 16, 4, 6, 8): 4,
+    (20000, 8, 4): 2,
+}
+
+
+@kinds
+@pytest.mark.parametrize("shape", GROUPS, ids=str)
+def test_the_bits_are_the_ops_of_groups(shape, kind):
+    check(GroupNorm(shape, kind, groups=GROUPS[shape]))
+
+
+@kinds
+@pytest.mark.parametrize("affine, bias", [(True, False), (False, False)])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 24, 20, 26), (130, 12, 8, 10)])
+def test_groups_without_weights(shape, half, affine, bias, kind):
+    check(GroupNorm(shape, kind, half, affine, bias))
+
+
+@pytest.mark.parametrize("kind", ["half", "casts"])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("special", [math.nan, math.inf, -0.0, 1e-40, 3e-8, 3e38])
+def test_special_numbers_of_groups(special, half, kind):
+    norm = GroupNorm((7, 24, 20, 26), kind, half)
+    with torch.no_grad():
+        norm.x[1, 2, 3, 4] = norm.grad[2, 3, 4, 5] = norm.weight[4] = special
+        norm.x[3, 12] = norm.grad[4, 13] = norm.x[5, :, 6] = norm.grad[6, :, 7] = special
+        norm.grad[0, :12] = norm.grad[1, ::2] = -0.0
+    check(norm)
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(200, 20, 16, 32), (130, 12, 8, 10)])
+def test_channels_last_groups(shape, kind):
+    norm = GroupNorm(shape, kind)
+    norm.x.data = norm.x.data.to(memory_format=torch.channels_last)  # which the op copies into planes
+    norm.grad.data = norm.grad.data.to(memory_format=torch.channels_last)
+    check(norm)
+
+
+def test_where_the_op_of_groups_takes_another_way():
+    check(GroupNorm((5, 8, 7, 7)), expected_is_ours=False)  # no vectors of 4
+    check(GroupNorm((5, 8, 1, 1)), expected_is_ours=False)  # another kernel
+    check(GroupNorm((5, 512, 2, 2), groups=1), expected_is_ours=False)  # too many channels
+    check(GroupNorm((5, 8, 2, 2), "half", torch.float64), expected_is_ours=False)
+
+
+# Between the norm and the cast, as in diffusion models.
+ACTIVATIONS = {
+    "PyTorch's": F.silu,
+    "PyTorch's, in place": partial(F.silu, inplace=True),
+    "ours": activations_cuda.silu,
+    "ours, in place": partial(activations_cuda.silu, inplace=True),
+}
+
+
+def with_silu(norm, which):
+    norm.forward = lambda: ACTIVATIONS[which](norm.normalized(norm.input())).to(norm.of_output) * norm.grad
+    return norm
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", ["cast behind", "casts"])
+@pytest.mark.parametrize("which", ACTIVATIONS)
+def test_silu_behind_groups(which, kind, layout):
+    norm = with_silu(GroupNorm((7, 24, 20, 26), kind), which)
+    norm.x.data, norm.grad.data = norm.x.data.to(memory_format=layout), norm.grad.data.to(memory_format=layout)
+    check(norm)
+
+
+@pytest.mark.parametrize("which", ACTIVATIONS)
+@kinds_of_both
+def test_silu_behind(kind, which):
+    norm = with_silu(small(kind), which)
+    expected = gradients(norm)
+    for _ in range(3):
+        found = gradients(norm, recompute())
+        assert all(map(is_identical, found, expected))
+        assert [each.stride() for each in found] == [each.stride() for each in expected]
 
 
 @kinds
 @pytest.mark.parametrize("shape", [(255, 512), (65537, 96)])
 def test_float16(shape, kind):
-    check(Norm(shape, kind, torch.float16))
+    check(LayerNorm(shape, kind, torch.float16))
 
 
 @kinds
 @pytest.mark.parametrize("affine, bias", [(True, False), (False, False)])
 @pytest.mark.parametrize("shape", [(255, 512), (65537, 96)])
 def test_without_weights(shape, affine, bias, kind):
-    check(Norm(shape, kind, affine=affine, bias=bias))
+    check(LayerNorm(shape, kind, affine=affine, bias=bias))
 
 
 @pytest.mark.parametrize("kind", ["half", "casts"])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("special", [math.nan, math.inf, -0.0, 1e-40, 3e-8, 3e38])
 def test_special_numbers(special, half, kind):
-    norm = Norm((131, 1000), kind, half)
+    norm = LayerNorm((131, 1000), kind, half)
     with torch.no_grad():
         norm.x[1, 2] = norm.grad[2, 3] = norm.weight[4] = special
         norm.x[5] = norm.grad[6] = special
@@ -136,10 +262,10 @@ def test_special_numbers(special, half, kind):
     check(norm)
 
 
-@kinds
+@kinds_of_both
 @pytest.mark.parametrize("needed", [["x"], ["weight"], ["bias"], ["x", "weight"], ["x", "bias"]], ids="+".join)
 def test_some_gradients(needed, kind):
-    norm = Norm((130, 96), kind)
+    norm = small(kind)
     leaves = list(map(norm.get_parameter, needed))
 
     def found(scope):
@@ -152,24 +278,24 @@ def test_some_gradients(needed, kind):
         assert all(map(is_identical, found(recompute()), expected))
 
 
-@kinds
+@kinds_of_both
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both", "x"])
 def test_what_needs_no_gradient_gets_none(frozen, kind):
-    norm = Norm((130, 96), kind)
+    norm = small(kind)
     for name in ["weight", "bias"] if frozen == "both" else [frozen]:
         norm.get_parameter(name).requires_grad_(False)
     check(norm, expected_is_ours=frozen != "x")
 
 
 def test_where_the_op_takes_another_way():
-    check(Norm((130, 100)), expected_is_ours=False)  # no vectors of 8
-    check(Norm((130, 4104)), expected_is_ours=False)  # too many
-    check(Norm((130, 96), "half", torch.float64), expected_is_ours=False)
+    check(LayerNorm((130, 100)), expected_is_ours=False)  # no vectors of 8
+    check(LayerNorm((130, 4104)), expected_is_ours=False)  # too many
+    check(LayerNorm((130, 96), "half", torch.float64), expected_is_ours=False)
 
 
-@kinds
+@kinds_of_both
 def test_an_input_that_is_not_aligned(kind):
-    norm = Norm((130, 96), kind)
+    norm = small(kind)
     norm.input = lambda: torch.cat([norm.x.new_zeros(1), norm.x.flatten()])[1:].view_as(norm.x)
     expected = gradients(norm)
     for _ in range(3):
@@ -178,21 +304,21 @@ def test_an_input_that_is_not_aligned(kind):
 
 @kinds
 def test_an_input_in_another_layout(kind):
-    norm = Norm((5, 40, 96), kind)
+    norm = LayerNorm((5, 40, 96), kind)
     norm.x.data = norm.x.data.transpose(0, 1).contiguous().transpose(0, 1)  # as of attention
     check(norm)
 
 
 @kinds
 def test_a_gradient_in_another_layout(kind):
-    norm = Norm((5, 40, 96), kind)
+    norm = LayerNorm((5, 40, 96), kind)
     norm.grad.data = norm.grad.data.transpose(0, 1).contiguous().transpose(0, 1)
     check(norm)
 
 
 @kinds
 def test_a_channels_last_input_by_channel(kind):
-    norm = Norm((4, 9, 11, 96), kind)
+    norm = LayerNorm((4, 9, 11, 96), kind)
     norm.x.data = norm.x.data.permute(0, 3, 1, 2)  # as a convolution's output
     norm.input = lambda: (norm.x * 1).permute(0, 2, 3, 1)
     check(norm)
@@ -200,14 +326,14 @@ def test_a_channels_last_input_by_channel(kind):
 
 @kinds
 def test_strides_of_dimensions_of_one(kind):
-    norm = Norm((4, 1, 1, 8), kind)
+    norm = LayerNorm((4, 1, 1, 8), kind)
     norm.x.data = norm.x.data.view(4, 8, 1, 1)
     norm.input = lambda: (norm.x * 1).permute(0, 2, 3, 1)
     check(norm)
 
 
 def test_without_waiting_for_the_device():
-    norm = Norm((137, 88))  # of sizes that are new
+    norm = LayerNorm((137, 88))  # of sizes that are new
     expected = gradients(norm)
     with recompute():
         loss = norm().sum()
@@ -221,33 +347,33 @@ def test_without_waiting_for_the_device():
 
 @kinds
 def test_a_linear_layer_behind(kind):
-    norm = Norm((5, 40, 96), kind)
+    norm = LayerNorm((5, 40, 96), kind)
     weight = torch.randn(96, 96, dtype=norm.of_output, device="cuda", requires_grad=True)
     bias = norm.grad.detach()[0, 0]
     norm.forward = lambda: F.linear(norm.normalized(norm.input()).to(norm.of_output), weight, bias) * norm.grad
     check(norm)
 
 
-@kinds
+@kinds_of_both
 def test_more_than_one_pass(kind):
-    check_several_passes(Norm((1030, 96), kind))
+    check_several_passes(small(kind, 1030))
 
 
-@kinds
+@kinds_of_both
 def test_second_derivatives(kind):
-    check_second_derivatives(Norm((130, 96), kind))
+    check_second_derivatives(small(kind))
 
 
-@kinds
+@kinds_of_both
 def test_what_is_written_to_raises(kind):
-    norm = Norm((130, 96), kind)
+    norm = small(kind)
     check(norm)
     x = norm.input()
     with recompute():
         other = norm.normalized(x).to(norm.of_output) * norm.grad
     with torch.no_grad():
         x.add_(1)
-    if kind in ("float32", "half", "cast behind"):
+    if kind.removeprefix("group, ") in ("float32", "half", "cast behind"):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             other.sum().backward()
     check(norm)  # nothing is left behind
@@ -259,8 +385,9 @@ def test_what_is_written_to_raises(kind):
         other.sum().backward()
 
 
-def test_a_copy_that_was_written_to_raises():
-    norm = Norm((130, 96))
+@either_with_casts
+def test_a_copy_that_was_written_to_raises(kind):
+    norm = small(kind)
     with recompute():
         wide = norm.input().float()
         loss = (norm.normalized(wide).to(norm.of_output) * norm.grad).sum()
@@ -272,17 +399,17 @@ def test_a_copy_that_was_written_to_raises():
 
 
 @pytest.mark.parametrize("source", ["leaf", "product"])
-@kinds
+@kinds_of_both
 def test_within_hooks_that_give_back_once(kind, source):
-    norm = Norm((130, 96), kind)
+    norm = small(kind)
     if source == "product":
-        norm.input = lambda: norm.x @ torch.eye(96, dtype=norm.of_input, device="cuda")  # which those hooks have
+        norm.input = lambda: norm.x @ torch.eye(norm.x.shape[-1], dtype=norm.of_input, device="cuda")  # which those hooks have
     check_within_hooks_that_give_back_once(norm)
 
 
 @kinds
 def test_a_tangent_of_the_gradient(kind):
-    norm = Norm((130, 96), kind)
+    norm = small(kind)  # a group norm's backward op has no derivative in this mode
     tangent = torch.randn_like(norm.grad)
 
     def found(scope):
@@ -300,14 +427,14 @@ def test_a_tangent_of_the_gradient(kind):
         assert all(map(is_identical, found(recompute()), expected))
 
 
-@kinds
+@kinds_of_both
 def test_several_threads(kind):
-    check_several_threads([Norm((1000, 96), kind) for _ in range(4)])
+    check_several_threads([small(kind, 1000) for _ in range(4)])
 
 
-@kinds
+@kinds_of_both
 def test_a_captured_graph(kind):
-    norm = Norm((1000, 96), kind)
+    norm = small(kind, 1000)
     check(norm)
     assert is_ours(check_captured(norm))
 
@@ -329,16 +456,41 @@ def test_a_step_under_autocast():
     assert is_ours(names)
 
 
-def of_output(read, kind="casts"):
+def test_a_step_of_a_diffusion_model():
+    torch.manual_seed(0)
+    width, layouts = 32, (torch.contiguous_format, torch.channels_last)
+    layers = [(nn.GroupNorm(8, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1)) for _ in range(2)]
+    net = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *layers[0], *layers[1]).cuda()
+    activations_cuda.convert(net)
+    for layout in layouts:
+        net.to(memory_format=layout)
+        x = torch.randn(4, 3, 24, 24, device="cuda").to(memory_format=layout).requires_grad_()
+
+        def step(scope, x=x):
+            with scope, torch.autocast("cuda", torch.bfloat16):
+                loss = net(x).square().mean()
+            return torch.autograd.grad(loss, [x, *net.parameters()])
+
+        with torch.backends.cudnn.flags(deterministic=True):
+            expected = step(torch.enable_grad())
+            for _ in range(3):
+                found, names = kernels(lambda step=step: step(recompute()))
+                assert all(map(is_identical, found, expected))
+        assert is_ours(names)
+
+
+def of_output(read, *kinds):
     """What `read(norm, scope)` returns is the same in the scope, and without."""
-    norm = Norm((130, 96), kind)
-    check(norm)
-    expected = read(norm, torch.enable_grad())
-    for _ in range(2):
-        found = read(norm, recompute())
-        assert len(found) == len(expected)
-        assert all(one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
-        assert all(map(is_identical, found, expected))
+    for kind in kinds or ("casts", "group, casts"):
+        norm = small(kind)
+        check(norm)
+        expected = read(norm, torch.enable_grad())
+        for _ in range(2):
+            found = read(norm, recompute())
+            assert len(found) == len(expected)
+            assert all(one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
+            assert all(one.stride() == other.stride() for one, other in zip(found, expected, strict=True))
+            assert all(map(is_identical, found, expected))
 
 
 def test_another_reader_of_the_norms_output():
@@ -359,6 +511,35 @@ def test_another_reader_of_the_norms_input():
         return torch.autograd.grad(loss, norm.leaves())
 
     of_output(read)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("which", ["norm", "activation", "output"])
+@pytest.mark.parametrize("how", ["hook", "retain", "asked for"])
+@pytest.mark.parametrize("silu", [F.silu, activations_cuda.silu], ids=["PyTorch's", "ours"])
+def test_who_sees_a_gradient_about_silu(silu, how, which, layout):
+    def read(norm, scope):
+        seen = []
+        norm.grad.data = norm.grad.data.to(memory_format=layout)
+        with scope:
+            z = norm.normalized(norm.input())
+            a = silu(z)
+            y = a.to(norm.of_output)
+            loss = (y * norm.grad).sum()
+        tensor = {"norm": z, "activation": a, "output": y}[which]
+        del z, a, y
+        if how == "asked for":
+            return torch.autograd.grad(loss, [tensor, *norm.leaves()])
+        if how == "hook":
+            tensor.register_hook(lambda grad: seen.append(grad) or grad * 2)
+        else:
+            tensor.retain_grad()
+        loss.backward()
+        seen += [leaf.grad for leaf in norm.leaves()] + ([tensor.grad] if how == "retain" else [])
+        norm.zero_grad()
+        return seen
+
+    of_output(read, "group, casts")
 
 
 @pytest.mark.parametrize("which", ["input", "wide input", "norm", "output"])
@@ -395,10 +576,10 @@ def test_who_sees_a_gradient_on_its_way(how, which):
     of_output(read)
 
 
-@pytest.mark.parametrize("kind", ["half", "casts"])
+@pytest.mark.parametrize("kind", ["half", "casts", "group, half", "group, casts"])
 def test_a_pass_while_another_is_at_the_norm(kind):
     def read(norm, scope):
-        other = Norm((130, 96), kind)
+        other = small(kind)
 
         def inner():
             with torch.enable_grad(), recompute():
@@ -480,22 +661,22 @@ def test_a_pass_that_begins_or_ends_at_the_norm():
     of_output(read)
 
 
-@pytest.mark.parametrize("kind", ["half", "casts"])
+@pytest.mark.parametrize("kind", ["half", "casts", "group, half", "group, casts"])
 def test_anomalies_are_found_where_they_are(kind):
-    norm = Norm((130, 96), kind)
+    norm = small(kind)
     gradients(norm, recompute())
     norm.grad.requires_grad_(False)  # or the product's own would be the first
     with torch.no_grad():
         norm.x[0, 0] = math.nan
     with recompute():
         loss = norm().sum()
-    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="LayerNormBackward0' returned nan values"):
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="NormBackward0' returned nan values"):
         loss.backward()
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="parameters have no dtype for gradients yet")
 def test_a_gradient_in_another_dtype():
-    norm = Norm((130, 96), "half")
+    norm = LayerNorm((130, 96), "half")
     norm.weight.grad_dtype = torch.float32
     for scope in (torch.enable_grad(), recompute(), recompute()):
         norm.weight.grad = None
@@ -505,8 +686,9 @@ def test_a_gradient_in_another_dtype():
         assert norm.weight.grad.dtype == torch.float32
 
 
-def test_the_next_cast_in_another_stream():
-    norm = Norm((1000, 96))
+@either_with_casts
+def test_the_next_cast_in_another_stream(kind):
+    norm = small(kind, 1000)
     expected = gradients(norm)
     stream = torch.cuda.Stream()
     for _ in range(3):
@@ -523,4 +705,4 @@ def test_the_next_cast_in_another_stream():
 
 def test_beyond_32_bits():
     """Of addresses in bytes. The elements are fewer than 2^31, as for the op's own kernels."""
-    check(Norm((1 << 20, 1536)))
+    check(LayerNorm((1 << 20, 1536)))

@@ -1,0 +1,122 @@
+#include "casts.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include "../dtypes.h"
+#include "computing.h"
+#include "leaves.h"
+#include "smooth.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using torch::autograd::generated::CloneBackward0;
+using torch::autograd::generated::ToCopyBackward0;
+
+// Whether the gradient is all that holds its memory, and fills it: then it may wait for the norm in place of a copy, since
+// nobody else can write to it, and it keeps nothing else alive.
+bool is_alone(const at::Tensor& grad) {
+  const bool is_view = grad.is_view();
+  return grad.use_count() == 1 && (!is_view || grad._base().use_count() == 1) &&
+         grad.storage().use_count() == (is_view ? 2 : 1) && grad.storage().nbytes() == grad.nbytes();
+}
+
+// Whether the node takes half types, which nobody else sees.
+bool takes_half_gradient(const Node& node) {
+  const auto* const hook = hook_of<PreHook>(node);
+  const bool is_watched = !node.pre_hooks().empty() || !node.post_hooks().empty();
+  return hook ? hook->takes_half() : typeid(node) == smooth_node_type() && !is_watched;
+}
+
+// Leaves a gradient as it is for the node before the cast, which takes that.
+class CastPreHook : public PreHook {
+ public:
+  explicit CastPreHook(ToCopyBackward0& node) : node_(node) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const at::Tensor& grad = grads[0];
+    const Node& before = *node_.next_edge(0).function;
+    const bool is_left = may_answer(node_, grad) && takes_half_gradient(before) && may_answer(before, grad) &&
+                         dtype_of_output(before) == at::kFloat && is_half(grad.scalar_type()) &&
+                         before.input_metadata(0).device() == grad.device() && is_alone(grad) && passes_unnoticed(node_);
+    return is_left ? answer({grad}, grads.size(), /*is_for_next=*/true) : grads;
+  }
+
+ private:
+  ToCopyBackward0& node_;
+};
+
+// Hands on what the norm has left in a half type for the cast before the clone.
+class ClonePreHook : public PreHook {
+ public:
+  explicit ClonePreHook(CloneBackward0& node) : node_(node) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const bool is_left = grads[0].defined() && grads[0].scalar_type() != dtype_of_output(node_);
+    return is_left ? answer({grads[0]}, grads.size(), /*is_for_next=*/true) : grads;
+  }
+
+ private:
+  const CloneBackward0& node_;
+};
+
+}  // namespace
+
+bool may_be_in_any_layout(Node& node, const at::Tensor& grad) {
+  const Node* const norm = node.next_edge(0).function.get();
+  return norm && hook_of<NormPreHook>(*norm) && may_answer(*norm, grad) && passes_unnoticed(node, /*has_saved=*/true);
+}
+
+at::ScalarType half_of_cast_before(Node& node) {
+  if (dtype_of_output(node) != at::kFloat || !passes_unnoticed(node, /*has_saved=*/true)) {
+    return at::ScalarType::Undefined;
+  }
+  Node* before = node.next_edge(0).function.get();
+  if (hook_of<ClonePreHook>(*before)) {
+    const bool is_watched = before->pre_hooks().size() > 1 || before->post_hooks().size() > 1;
+    before = !is_watched && passes_unnoticed(*before) ? before->next_edge(0).function.get() : nullptr;
+  }
+  const auto* const cast = as<ToCopyBackward0>(before);
+  if (!cast || !cast->pre_hooks().empty() || !cast->post_hooks().empty() ||
+      cast->self_options.device() != node.input_metadata(0).device()) {
+    return at::ScalarType::Undefined;
+  }
+  const auto dtype = c10::typeMetaToScalarType(cast->self_options.dtype());
+  return is_half(dtype) ? dtype : at::ScalarType::Undefined;
+}
+
+at::Tensor saved_in_half(Node& node, const SavedVariable& saved, at::ScalarType half) {
+  if (half == at::ScalarType::Undefined) {
+    return {};
+  }
+  return with_value(node, saved, [&](const py::object& object) {
+    if (!object || !value_of(object).is_recipe() || value_of(object).half() != half ||
+        value_of(object).must_be_computed_once()) {
+      return at::Tensor();
+    }
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    note_unpacking();
+    value_of(object).check_unwritten();
+    return in_half(value_of(object));
+  });
+}
+
+void speed_up_cast(Node& node) {
+  auto* const cast = as<ToCopyBackward0>(&node);
+  const Node* const before = cast ? node.next_edge(0).function.get() : nullptr;
+  if (before && dtype_of_output(*before) == at::kFloat && takes_half_gradient(*before)) {
+    add_hooks<CastPreHook>(*cast);
+  }
+}
+
+void speed_up_clone_before(Node& norm) {
+  if (auto* const clone = as<CloneBackward0>(norm.next_edge(0).function.get())) {
+    add_hooks<ClonePreHook>(*clone);
+  }
+}
+
+}  // namespace fastact::recipes

@@ -1,0 +1,29 @@
+// Casts beside a node in float32, which are left out where a kernel computes its gradients: that takes and gives half types.
+#pragma once
+
+#include "answers.h"
+
+namespace fastact::recipes {
+
+// Of a norm, which takes its gradient in any layout, too.
+class NormPreHook : public PreHook {
+ public:
+  bool takes_half() const override { return true; }
+};
+
+// Whether the next node is a norm that nobody watches, so that it may be given a gradient in any layout. The node has saved
+// the norm's output.
+bool may_be_in_any_layout(torch::autograd::Node& node, const at::Tensor& grad);
+
+// The half type of a cast of what a float32 node has saved, or of a cast whose clone that is, if the cast takes its gradient in
+// the half type, and nobody else has it; or undefined.
+at::ScalarType half_of_cast_before(torch::autograd::Node& node);
+
+// What the node has saved, in the half type if all of it came from there; or undefined.
+at::Tensor saved_in_half(torch::autograd::Node& node, const torch::autograd::SavedVariable& saved, at::ScalarType half);
+
+// Adds the hooks of a cast behind a node that takes half types, and of a clone between a norm and a cast before it.
+void speed_up_cast(torch::autograd::Node& node);
+void speed_up_clone_before(torch::autograd::Node& norm);
+
+}  // namespace fastact::recipes

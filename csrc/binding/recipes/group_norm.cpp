@@ -1,0 +1,193 @@
+#include "group_norm.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_group_norm_backward.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <mutex>
+#include <tuple>
+#include <utility>
+
+#include "../../recipes/group_norm.h"
+#include "../devices.h"
+#include "../dispatch.h"
+#include "../dtypes.h"
+#include "../node.h"
+#include "answers.h"
+#include "casts.h"
+#include "fusion.h"
+#include "verification.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using torch::autograd::generated::NativeGroupNormBackward0;
+
+// What a norm's gradients are made of, beside the incoming one, which may be in a half type, as the input, if the norm is in
+// float32.
+struct GroupNormSaved {
+  at::ScalarType dtype;
+  int64_t samples, channels, plane, groups;
+  at::Tensor input, weight, mean, invstd;
+};
+
+using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
+
+// Whether the kernel takes these.
+bool is_served(const at::Tensor& grad, const GroupNormSaved& saved) {
+  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, invstd] = saved;
+  const auto has_dtype = [&](const at::Tensor& tensor) {
+    return tensor.scalar_type() == dtype || (dtype == at::kFloat && is_half(tensor.scalar_type()));
+  };
+  const bool has_one_half = !is_half(grad.scalar_type()) || !is_half(input.scalar_type()) || grad.dtype() == input.dtype();
+  const auto is_one = [&](const at::Tensor& tensor) {
+    return is_in_vectors(tensor, grad.device()) && tensor.scalar_type() == dtype;
+  };
+  return is_in_vectors(grad, grad.device()) && has_dtype(grad) && is_in_vectors(input, grad.device()) && has_dtype(input) &&
+         has_one_half && (!weight.defined() || is_one(weight)) && is_one(mean) && is_one(invstd) &&
+         grad.sizes() == input.sizes() && 0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max() &&
+         plane % GroupNormGradient::kVector == 0 && channels / groups <= GroupNormGradient::kMostChannels;
+}
+
+variable_list by_kernel(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
+  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, invstd] = saved;
+  const auto options = input.options().dtype(dtype);
+  at::Tensor of_input = at::empty_like(input);
+  at::Tensor of_weight = needed[1] ? at::empty({channels}, options) : at::Tensor();
+  at::Tensor of_bias = needed[2] ? at::empty({channels}, options) : at::Tensor();
+  GroupNormGradient norm = {};
+  norm.samples = static_cast<int>(samples);
+  norm.channels = static_cast<int>(channels);
+  norm.groups = static_cast<int>(groups);
+  norm.plane = static_cast<int>(plane);
+  norm.grad_element = element_of(grad.scalar_type());
+  norm.input_element = element_of(input.scalar_type());
+  norm.weight_element = element_of(dtype);
+  norm.grad = grad.const_data_ptr();
+  norm.input = input.const_data_ptr();
+  norm.mean = mean.const_data_ptr();
+  norm.invstd = invstd.const_data_ptr();
+  norm.weight = weight.defined() ? weight.const_data_ptr() : nullptr;
+  norm.grad_input = of_input.mutable_data_ptr();
+  norm.grad_weight = needed[1] ? of_weight.mutable_data_ptr() : nullptr;
+  norm.grad_bias = needed[2] ? of_bias.mutable_data_ptr() : nullptr;
+  const at::Tensor scratch = at::empty({norm.scratch_floats()}, options.dtype(at::kFloat));
+  norm.scratch = scratch.mutable_data_ptr<float>();
+  Cuda::launch(input, [&](cuda::Stream stream) { return cuda::run(norm, stream); });
+  return {of_input, of_weight, of_bias};
+}
+
+variable_list by_ops(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
+  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, invstd] = saved;
+  auto [of_input, of_weight, of_bias] = at::native_group_norm_backward(
+      grad.to(dtype), input.to(dtype), mean, invstd, weight, samples, channels, plane, groups, needed);
+  return {of_input.to(input.scalar_type()), of_weight, of_bias};
+}
+
+// Whether the kernel gives the same. Waits for the device.
+bool agree(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
+  return are_identical(by_kernel(grad, saved, needed), by_ops(grad, saved, needed));
+}
+
+// The same for other numbers: a model's first gradients don't tell, since they are often zero.
+bool agree_on_numbers(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed, int64_t samples, int64_t plane) {
+  int64_t seed = 0;
+  const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) {
+    return of.defined() ? some_numbers(sizes, of.options(), ++seed) : at::Tensor();
+  };
+  GroupNormSaved numbers = saved;
+  numbers.samples = samples;
+  numbers.plane = plane;
+  numbers.input = some(saved.input, {samples, saved.channels, plane});
+  numbers.weight = some(saved.weight, {saved.channels});
+  numbers.mean = some(saved.mean, {samples, saved.groups});
+  numbers.invstd = some(saved.invstd, {samples, saved.groups});
+  return agree(some(grad, {samples, saved.channels, plane}), numbers, needed);
+}
+
+// What decides whether the kernel gives the ops' bits, beside the numbers.
+using GroupNormConfiguration = std::tuple<
+    int64_t, int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool, bool, bool, c10::DeviceIndex>;
+
+// Whether it does, as found when such gradients were first wanted.
+bool fits(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
+  static auto& verdicts = *new Verdicts<GroupNormConfiguration>();
+  const GroupNormConfiguration configuration = {
+      saved.samples, saved.channels,         saved.plane, saved.groups, grad.scalar_type(),   saved.input.scalar_type(),
+      saved.dtype,   saved.weight.defined(), needed[1],   needed[2],    grad.device().index()};
+  return verdicts.find(configuration, grad.device(), [&] {
+    constexpr int64_t few_samples = 2;
+    return agree_on_numbers(grad, saved, needed, std::min(saved.samples, few_samples), saved.plane) &&
+           agree_on_numbers(grad, saved, needed, saved.samples, GroupNormGradient::kVector) && agree(grad, saved, needed);
+  });
+}
+
+class GroupNormPreHook : public NormPreHook {
+ public:
+  explicit GroupNormPreHook(NativeGroupNormBackward0& node) : node_(node) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
+    const bool has_others = grads[1].defined() || grads[2].defined();  // of the statistics
+    if (!may_answer(node_, grads[0]) || has_others || !is_needed(0) || !has_planes()) {
+      return decline(node_, grads);
+    }
+    const at::Tensor grad = grads[0].contiguous();  // as the op does
+    const GroupNormSaved saved = saved_by(half_of_cast_before(node_));
+    const Needed needed = {true, is_needed(1), is_needed(2)};
+    variable_list results =
+        is_served(grad, saved) && fits(grad, saved, needed) ? by_kernel(grad, saved, needed) : by_ops(grad, saved, needed);
+    return answer(std::move(results), grads.size(), /*is_for_next=*/saved.input.scalar_type() != saved.dtype);
+  }
+
+ private:
+  static int64_t number(const c10::SymInt& number) { return number.guard_int(__FILE__, __LINE__); }
+
+  // Whether it is for the kernel, as far as is known without reading what was saved: the op reads other layouts in another way.
+  bool has_planes() {
+    return number(node_.HxW) > 1 && with_value(node_, node_.input_, [](const py::object& object) {
+             if (!object) {
+               return false;
+             }
+             const auto strides = value_of(object).strides_of();
+             return strides && *strides == at::IntArrayRef(c10::contiguous_strides(value_of(object).sizes_of()));
+           });
+  }
+
+  // What the norm has saved, read as the node itself does, but the input in its half type if that is wanted.
+  GroupNormSaved saved_by(at::ScalarType half) {
+    const at::Tensor input = saved_in_half(node_, node_.input_, half);
+    const std::lock_guard<std::mutex> lock(mutex_of(node_));
+    const NodePointer pointer = pointer_to(&node_);
+    return {
+        dtype_of_output(node_),
+        number(node_.N),
+        number(node_.C),
+        number(node_.HxW),
+        node_.group,
+        (input.defined() ? input : node_.input_.unpack()).contiguous(),
+        node_.weight_.unpack(),
+        node_.result1_.unpack(pointer),
+        node_.result2_.unpack(pointer)};
+  }
+
+  NativeGroupNormBackward0& node_;
+};
+
+}  // namespace
+
+void speed_up_group_norm(Node& node) {
+  auto* const norm = as<NativeGroupNormBackward0>(&node);
+  if (norm && kHasCuda && node.input_metadata(0).device().is_cuda() && is_float_or_half(dtype_of_output(node))) {
+    add_hooks<GroupNormPreHook>(*norm);
+    speed_up_clone_before(node);
+  }
+}
+
+}  // namespace fastact::recipes
