@@ -68,7 +68,7 @@ bench-models: build-bench-cuda
 # of compute-sanitizer, without the cache of PyTorch's allocator, which would hide where a tensor ends.
 SANITIZER = -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZER_LIBRARIES = $$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)
-FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid) or (sizes_and_offsets or two_groups) and silu or more_than_one_pass
+FEW = order or masked_scale or (test_layout or test_gradients_equal) and (hardtanh and 1.0 or hardsigmoid) or (sizes_and_offsets or two_groups) and silu or more_than_one_pass or many_rows
 KERNEL_TESTS = guards mask exact exhaustive properties inplace autograd errors smooth first_use programs
 sanitize: build-test
 	rm -rf build/sdist && $(BIN)/python setup.py --quiet sdist --dist-dir build/sdist
@@ -81,7 +81,7 @@ sanitize: build-test
 	! command -v nvidia-smi || for tool in memcheck racecheck initcheck synccheck; do \
 	  (cd tests && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 	    python -m pytest -m cuda -k "$(FEW)" test_mask.py test_exact.py test_inplace.py test_smooth.py test_norm_gradients.py \
-	      test_layer_and_group_norm_gradients.py test_elementwise_gradients.py) || exit 1; \
+	      test_layer_and_group_norm_gradients.py test_elementwise_gradients.py test_join.py) || exit 1; \
 	done
 
 # A release: an sdist, and one wheel for these releases of torch, whether built for CUDA 13 or for the CPU. What it is built by,

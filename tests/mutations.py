@@ -34,6 +34,7 @@ TESTS = [  # the quick ones first
         "norm_gradients",
         "layer_and_group_norm_gradients",
         "elementwise_gradients",
+        "join",
         "first_use",
         "load",
         "guards",
@@ -86,6 +87,8 @@ CUDA_LAYER_NORM = "csrc/recipes/cuda/layer_norm.cu"
 LAYER_NORM = "csrc/binding/recipes/layer_norm.cpp"
 CUDA_GROUP_NORM = "csrc/recipes/cuda/group_norm.cu"
 GROUP_NORM = "csrc/binding/recipes/group_norm.cpp"
+CUDA_JOIN = "csrc/recipes/cuda/join.cu"
+JOIN = "csrc/binding/recipes/joined.cpp"
 CASTS = "csrc/binding/recipes/casts.cpp"
 SMOOTH = "csrc/binding/recipes/smooth.cpp"
 ELEMENTWISE = "csrc/binding/recipes/elementwise.cpp"
@@ -270,6 +273,19 @@ ON = {
             "may_answer(*norm, grad)",
         ),
         Mutant("a smooth gradient in the half type", SMOOTH, "grads[0].to(dtype_of_output(*this))", "grads[0]"),
+        Mutant(
+            "a part's first block of the part before", CUDA_JOIN, "blocks_before <= blockIdx.x", "blocks_before < blockIdx.x"
+        ),
+        Mutant("parts in one place", CUDA_JOIN, "launch.width += width;", "launch.width = width;"),
+        Mutant("pieces beyond the part", CUDA_JOIN, "if (column < part.pieces)", "if (true)"),
+        Mutant("what is joined in two layouts", JOIN, "tensor.suggest_memory_format() == format", "true"),
+        Mutant(
+            "what is joined that isn't aligned",
+            JOIN,
+            "tensor.const_data_ptr()) % Join::kPiece != 0",
+            "tensor.const_data_ptr()) % 2 != 0",
+        ),
+        Mutant("what is joined of other sizes", JOIN, "first.sizes() != at::IntArrayRef(sizes) || ", ""),
         Mutant("factors of the first number", CUDA_LOOKUP, "(number << 16 | y)", "y"),
         Mutant("no factors beyond the direct ones", CUDA_LOOKUP, "(1u << bits) <= kDirect || number < kDirect", "true"),
         Mutant(

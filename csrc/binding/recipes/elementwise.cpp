@@ -130,14 +130,14 @@ std::optional<at::Tensor> by_program(
 // What decides whether a program gives the ops' bits, beside the numbers: the factor, the dtypes of the incoming gradient, of
 // what was saved and of the result, and the device.
 using FactorConfiguration =
-    std::tuple<Factor::Kind, double, Opcode, at::ScalarType, at::ScalarType, at::ScalarType, at::DeviceType, at::DeviceIndex>;
+    std::tuple<Factor::Kind, double, Opcode, at::ScalarType, at::ScalarType, at::ScalarType, c10::DeviceIndex>;
 
 // Whether it does, as found when such a gradient was first wanted.
 bool fits(const Factor& factor, const at::Tensor& grad, at::ScalarType of_saved, at::ScalarType dtype) {
   static auto& verdicts = *new Verdicts<FactorConfiguration>();
-  const at::Device device = grad.device();
+  const at::Device device = grad.device();  // the CPU's index is -1
   const FactorConfiguration configuration = {factor.kind, factor.exponent, factor.opcode, grad.scalar_type(),
-                                             of_saved,    dtype,           device.type(), device.index()};
+                                             of_saved,    dtype,           device.index()};
   return verdicts.find(configuration, device, [&] {
     const at::Tensor some_grad = all_numbers(grad.options(), Order::first);
     const at::Tensor some_saved = all_numbers(grad.options().dtype(of_saved), Order::second);

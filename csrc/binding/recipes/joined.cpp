@@ -2,10 +2,17 @@
 
 #include <ATen/WrapDimUtils.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <numeric>
+#include <optional>
 #include <vector>
 
+#include "../../recipes/join.h"
+#include "../devices.h"
+#include "../dispatch.h"
 #include "formulas.h"
 #include "leaves.h"
 
@@ -48,7 +55,67 @@ py::object keep_part(const Part& part, const Step& step, int64_t dim) {
   return value;
 }
 
+// The bytes of a tensor of this memory format from one place in a dimension to the next.
+int64_t bytes_between(const at::Tensor& tensor, int64_t dim, at::MemoryFormat format) {
+  int64_t bytes = tensor.element_size();
+  if (dim == 1 && format != at::MemoryFormat::Contiguous) {
+    return bytes;
+  }
+  for (int64_t inner = dim + 1; inner < tensor.dim(); ++inner) {
+    bytes *= tensor.size(inner);
+  }
+  return dim == 0 || format == at::MemoryFormat::Contiguous ? bytes : bytes * tensor.size(1);
+}
+
+// What the kernel is to do, without its output; none where it can't.
+std::optional<Join> join_of(const std::vector<at::Tensor>& tensors, int64_t dim, at::MemoryFormat format) {
+  const at::Tensor& first = tensors[0];
+  const int64_t inner = bytes_between(first, dim, format);
+  Join join = {};
+  join.parts = static_cast<int>(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    const bool is_alike = is_plain(tensor) && tensor.device() == first.device() && tensor.dtype() == first.dtype() &&
+                          tensor.dim() == first.dim() && tensor.suggest_memory_format() == format &&
+                          tensor.is_contiguous(format);
+    at::DimVector sizes(tensor.sizes());
+    if (!is_alike) {
+      return std::nullopt;
+    }
+    sizes[dim] = first.size(dim);
+    const int64_t bytes = inner * tensor.size(dim);
+    if (first.sizes() != at::IntArrayRef(sizes) || tensor.numel() == 0 || bytes % Join::kPiece != 0 ||
+        reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % Join::kPiece != 0) {
+      return std::nullopt;
+    }
+    join.part[i] = {tensor.const_data_ptr(), bytes / Join::kPiece};
+  }
+  join.rows = static_cast<int64_t>(first.nbytes()) / (inner * first.size(dim));
+  return join;
+}
+
 }  // namespace
+
+at::Tensor join(const std::vector<at::Tensor>& tensors, int64_t dim) {
+  const bool may_be_served = kHasCuda && !tensors.empty() && tensors.size() <= Join::kMostParts && tensors[0].is_cuda() &&
+                             tensors[0].dim() > 0 && is_plain(tensors[0]);
+  if (may_be_served) {
+    const at::Tensor& first = tensors[0];
+    const at::MemoryFormat format = first.suggest_memory_format();
+    dim = at::maybe_wrap_dim(dim, first.dim());
+    if (auto join = join_of(tensors, dim, format)) {
+      at::DimVector sizes(first.sizes());
+      sizes[dim] = std::accumulate(tensors.begin(), tensors.end(), int64_t{0}, [&](int64_t sum, const at::Tensor& each) {
+        return sum + each.size(dim);
+      });
+      at::Tensor result = at::empty(sizes, first.options(), format);
+      join->output = result.mutable_data_ptr();
+      Cuda::launch(result, [&](cuda::Stream stream) { return cuda::run(*join, stream); });
+      return result;
+    }
+  }
+  return at::cat(tensors, dim);
+}
 
 bool by_joining(Step& step, const py::object& formula, const py::object& dim, Value& recipe) {
   const auto& meta = step.node->input_metadata(step.number);

@@ -3,12 +3,14 @@
 #include <torch/csrc/autograd/python_cpp_function.h>
 
 #include <string>
+#include <vector>
 
 #include "calls.h"
 #include "derivation.h"
 #include "formulas.h"
 #include "fusion.h"
 #include "hook.h"
+#include "joined.h"
 #include "leaves.h"
 #include "masks.h"
 
@@ -97,6 +99,14 @@ void add_step(py::module_& module) {
 // For recipes/verification.py and formulas.py.
 void add_verification(py::module_& module) {
   module.def("contiguous", [](py::handle tensor) { return wrapped(contiguous(THPVariable_Unpack(tensor.ptr()))); });
+  module.def("join", [](const py::tuple& tensors, int64_t dim) {
+    std::vector<at::Tensor> unpacked;
+    for (const py::handle each : tensors) {
+      unpacked.push_back(THPVariable_Unpack(each.ptr()));
+    }
+    const py::gil_scoped_release no_gil;
+    return join(unpacked, dim);
+  });
   module.def("choose", [](int64_t configuration, const py::object& formula, bool fuses) {
     chosen()[configuration] = {formula, fuses};
   });
