@@ -90,7 +90,7 @@ GROUP_NORM = "csrc/binding/recipes/group_norm.cpp"
 CUDA_JOIN = "csrc/recipes/cuda/join.cu"
 JOIN = "csrc/binding/recipes/joined.cpp"
 CASTS = "csrc/binding/recipes/casts.cpp"
-SMOOTH = "csrc/binding/recipes/smooth.cpp"
+NORMS = "csrc/binding/recipes/norms.cpp"
 ELEMENTWISE = "csrc/binding/recipes/elementwise.cpp"
 ANSWERS = "csrc/binding/recipes/answers.cpp"
 VERIFICATION = "csrc/binding/recipes/verification.h"
@@ -261,30 +261,18 @@ ON = {
             "__fmaf_rn(-grad[u], mean[u], product[u])",
             "(product[u] - grad[u] * mean[u])",
         ),
-        Mutant("planes in another order", GROUP_NORM, " || !has_planes()", ""),
         Mutant("a group norm's statistics that have gradients", GROUP_NORM, " || has_others", ""),
-        Mutant("a clone that others have", CASTS, "!is_watched && passes_unnoticed(*before)", "!is_watched"),
-        Mutant("hooks on a clone", CASTS, "!is_watched && passes_unnoticed(*before)", "passes_unnoticed(*before)"),
-        Mutant("hooks on a smooth node", CASTS, " && !is_watched;", ";"),
-        Mutant(
-            "a layout that others see",
-            CASTS,
-            "may_answer(*norm, grad) && passes_unnoticed(node, /*has_saved=*/true)",
-            "may_answer(*norm, grad)",
-        ),
-        Mutant("a smooth gradient in the half type", SMOOTH, "grads[0].to(dtype_of_output(*this))", "grads[0]"),
+        Mutant("a clone that others have", CASTS, " && (!clone || passes_unnoticed(*clone))", ""),
+        Mutant("hooks on a clone", CASTS, "is_watched ? nullptr : ", ""),
+        Mutant("hooks on a smooth node", CASTS, "!is_watched && is_smooth", "is_smooth"),
+        Mutant("a layout that others see", NORMS, " && passes_unnoticed(node, /*has_saved=*/true)", ""),
         Mutant(
             "a part's first block of the part before", CUDA_JOIN, "blocks_before <= blockIdx.x", "blocks_before < blockIdx.x"
         ),
         Mutant("parts in one place", CUDA_JOIN, "launch.width += width;", "launch.width = width;"),
         Mutant("pieces beyond the part", CUDA_JOIN, "if (column < part.pieces)", "if (true)"),
         Mutant("what is joined in two layouts", JOIN, "tensor.suggest_memory_format() == format", "true"),
-        Mutant(
-            "what is joined that isn't aligned",
-            JOIN,
-            "tensor.const_data_ptr()) % Join::kPiece != 0",
-            "tensor.const_data_ptr()) % 2 != 0",
-        ),
+        Mutant("what is joined that isn't aligned", JOIN, " || !is_aligned(tensor)", ""),
         Mutant("what is joined of other sizes", JOIN, "first.sizes() != at::IntArrayRef(sizes) || ", ""),
         Mutant("factors of the first number", CUDA_LOOKUP, "(number << 16 | y)", "y"),
         Mutant("no factors beyond the direct ones", CUDA_LOOKUP, "(1u << bits) <= kDirect || number < kDirect", "true"),
@@ -390,7 +378,7 @@ RECOMPUTE = [
     Mutant("a factor that was written to", ELEMENTWISE, "value_of(each).check_unwritten();", ""),
     Mutant("any power's derivative", ELEMENTWISE, "is_known_exponent(static_cast<float>(exponent)) ?", "true ?"),
     Mutant("a product of other dtypes", ELEMENTWISE, "(device.is_cpu() && is_float)", "device.is_cpu()"),
-    Mutant("a cast that others have", CASTS, " || !passes_unnoticed(node, /*has_saved=*/true)", ""),
+    Mutant("a cast that others have", CASTS, "passes_unnoticed(node, /*has_saved=*/true) && (!clone", "(!clone"),
     Mutant("what is overwritten is kept", HOOK, "keep(clone, value_of(value).source, outer);", "value;"),
     Mutant("a part says how it was laid out", JOINED, "value_of(value).is_rearranged = true;", ""),
     Mutant("a half says how it was laid out", DERIVATION, "value_of(recipe.operands[0]).is_rearranged = true;", ""),

@@ -54,11 +54,14 @@ def test_where_the_op_takes_another_way(device):
     x, y = parts((2, 3, 4, 4), 1, (16, 32), device)
     z = y.contiguous(memory_format=torch.channels_last)
     check([x, z], 1, is_ours=False)  # in two layouts
+    one, other = parts((2, 3, 1, 1), 1, (16, 32), device)
+    check([one.clone(memory_format=torch.channels_last), other], 1, is_ours=False)  # the same, though each is both
     check([x, y.float()], 1, is_ours=False)
+    check([x.new_empty(0), x], 1, is_ours=False)
     check([x, y.new_empty(0)], 1, is_ours=False)
     check([x, y[:, :0]], 1, is_ours=False)
     check([x, y[:, ::2]], 1, is_ours=False)
-    check([x.flatten()[1:], y.flatten()], 0, is_ours=False)  # not aligned
+    check([x.flatten()[1:-7], y.flatten()], 0, is_ours=False)  # not aligned
     check([x.flatten()[:15], y.flatten()], 0, is_ours=False)  # no whole pieces
     check([z[:, :4], z], 1, is_ours=False)
     check(parts((3, 5), 1, (16,) * 65, device), 1, is_ours=False)  # too many

@@ -54,8 +54,9 @@ KINDS = {
     "casts": (torch.bfloat16, torch.float32, torch.bfloat16),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
-kinds_of_both = pytest.mark.parametrize("kind", [*KINDS, *(f"group, {kind}" for kind in KINDS)])
-either_with_casts = pytest.mark.parametrize("kind", ["casts", "group, casts"])
+WITH_CASTS = ["casts", "group, casts", "group, casts, channels-last"]
+kinds_of_both = pytest.mark.parametrize("kind", [*KINDS, *(f"group, {kind}" for kind in KINDS), WITH_CASTS[-1]])
+either_with_casts = pytest.mark.parametrize("kind", WITH_CASTS)
 
 
 class Norm(nn.Module):
@@ -107,9 +108,13 @@ class GroupNorm(Norm):
 
 def small(kind, rows=130):
     """A layer norm, or a group norm of as many numbers."""
-    if "group" in kind:
-        return GroupNorm((rows // 10, 12, 8, 10), kind.removeprefix("group, "))
-    return LayerNorm((rows, 96), kind)
+    if not kind.startswith("group, "):
+        return LayerNorm((rows, 96), kind)
+    _, kind, *layout = kind.split(", ")
+    norm = GroupNorm((rows // 10, 12, 8, 10), kind)
+    if layout:
+        norm.x.data = norm.x.data.to(memory_format=torch.channels_last)
+    return norm
 
 
 def is_ours(names):
@@ -233,6 +238,72 @@ def test_silu_behind(kind, which):
         found = gradients(norm, recompute())
         assert all(map(is_identical, found, expected))
         assert [each.stride() for each in found] == [each.stride() for each in expected]
+
+
+either_silu = pytest.mark.parametrize("which", ["PyTorch's", "ours"])
+
+
+@either_silu
+@either_with_casts
+def test_silu_in_several_passes(kind, which):
+    check_several_passes(with_silu(small(kind), which))
+
+
+@either_silu
+@either_with_casts
+def test_second_derivatives_of_silu(kind, which):
+    check_second_derivatives(with_silu(small(kind), which))
+
+
+@either_silu
+@either_with_casts
+def test_silu_in_several_threads(kind, which):
+    check_several_threads([with_silu(small(kind, 1000), which) for _ in range(4)])
+
+
+@either_silu
+@either_with_casts
+def test_silu_in_a_captured_graph(kind, which):
+    norm = with_silu(small(kind, 1000), which)
+    gradients(norm, recompute())
+    assert is_ours(check_captured(norm))
+
+
+@either_silu
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf, -0.0, 1e-40, 3e38])
+def test_silu_of_special_numbers(special, which):
+    norm = with_silu(GroupNorm((7, 24, 20, 26)), which)
+    with torch.no_grad():
+        norm.grad[2, 3, 4, 5] = norm.bias[4] = norm.weight[5] = special
+        norm.grad[4, 13] = special
+    check(norm)
+
+
+@pytest.mark.parametrize("which", [None, *ACTIVATIONS])
+@either_with_casts
+def test_two_half_types(kind, which):
+    norm = small(kind)
+    norm.of_output, norm.grad.data = torch.float16, norm.grad.data.half()
+    norm = with_silu(norm, which) if which else norm
+    expected = gradients(norm)
+    for _ in range(3):
+        assert all(map(is_identical, gradients(norm, recompute()), expected))
+
+
+@kinds
+def test_gradients_of_the_statistics(kind):
+    norm = GroupNorm((13, 12, 8, 10), kind)
+
+    def forward():
+        y, mean, rstd = torch.native_group_norm(
+            norm.input().to(norm.of_norm), norm.weight, norm.bias, 13, 12, 80, norm.groups, 1e-5
+        )
+        return (y.to(norm.of_output) * norm.grad).sum() + mean.sum() + rstd.square().sum()
+
+    norm.forward = forward
+    expected = gradients(norm)
+    for _ in range(3):
+        assert all(map(is_identical, gradients(norm, recompute()), expected))
 
 
 @kinds
@@ -373,7 +444,7 @@ def test_what_is_written_to_raises(kind):
         other = norm.normalized(x).to(norm.of_output) * norm.grad
     with torch.no_grad():
         x.add_(1)
-    if kind.removeprefix("group, ") in ("float32", "half", "cast behind"):
+    if norm.of_input == norm.of_norm:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             other.sum().backward()
     check(norm)  # nothing is left behind
@@ -385,7 +456,7 @@ def test_what_is_written_to_raises(kind):
         other.sum().backward()
 
 
-@either_with_casts
+@pytest.mark.parametrize("kind", ["casts", "group, casts"])  # in channels-last PyTorch saves another copy
 def test_a_copy_that_was_written_to_raises(kind):
     norm = small(kind)
     with recompute():
@@ -409,7 +480,7 @@ def test_within_hooks_that_give_back_once(kind, source):
 
 @kinds
 def test_a_tangent_of_the_gradient(kind):
-    norm = small(kind)  # a group norm's backward op has no derivative in this mode
+    norm = LayerNorm((130, 96), kind)  # a group norm's backward op has no derivative in this mode
     tangent = torch.randn_like(norm.grad)
 
     def found(scope):
@@ -481,7 +552,7 @@ def test_a_step_of_a_diffusion_model():
 
 def of_output(read, *kinds):
     """What `read(norm, scope)` returns is the same in the scope, and without."""
-    for kind in kinds or ("casts", "group, casts"):
+    for kind in kinds or WITH_CASTS:
         norm = small(kind)
         check(norm)
         expected = read(norm, torch.enable_grad())
@@ -513,65 +584,71 @@ def test_another_reader_of_the_norms_input():
     of_output(read)
 
 
+HOW_TO_SEE = ["hook", "retain", "asked for", "prehook of the node", "hook of the node"]
+
+
+def what_is_seen(how, tensors, which, loss, norm):
+    """What is seen of the gradient of one of these tensors, or by a node without one; and the leaves' gradients."""
+    seen, tensor = [], tensors[which]
+    tensors.clear()
+    node = tensor.grad_fn if torch.is_tensor(tensor) else tensor
+    match how:
+        case "hook":
+            tensor.register_hook(lambda grad: seen.append(grad) or grad * 2)
+        case "retain":
+            tensor.retain_grad()
+        case "asked for":
+            edge = torch.autograd.graph.GradientEdge(node, 0, None)
+            return torch.autograd.grad(loss, [edge, *norm.leaves()])
+        case "prehook of the node":
+            node.register_prehook(lambda grads: seen.append(grads[0]) or (grads[0] * 2, *grads[1:]))
+        case "hook of the node":
+            node.register_hook(lambda results, grads: seen.extend([results[0], grads[0]]))
+    node = None  # or its being there would be noticed
+    if how.endswith("node"):
+        tensor = None
+    loss.backward()
+    seen += [leaf.grad for leaf in norm.leaves()] + ([tensor.grad] if how == "retain" else [])
+    norm.zero_grad()
+    return seen
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("which", ["norm", "activation", "output"])
-@pytest.mark.parametrize("how", ["hook", "retain", "asked for"])
+@pytest.mark.parametrize("how", HOW_TO_SEE)
 @pytest.mark.parametrize("silu", [F.silu, activations_cuda.silu], ids=["PyTorch's", "ours"])
 def test_who_sees_a_gradient_about_silu(silu, how, which, layout):
     def read(norm, scope):
-        seen = []
         norm.grad.data = norm.grad.data.to(memory_format=layout)
         with scope:
             z = norm.normalized(norm.input())
             a = silu(z)
             y = a.to(norm.of_output)
             loss = (y * norm.grad).sum()
-        tensor = {"norm": z, "activation": a, "output": y}[which]
+        tensors = {"norm": z, "activation": a, "output": y}
         del z, a, y
-        if how == "asked for":
-            return torch.autograd.grad(loss, [tensor, *norm.leaves()])
-        if how == "hook":
-            tensor.register_hook(lambda grad: seen.append(grad) or grad * 2)
-        else:
-            tensor.retain_grad()
-        loss.backward()
-        seen += [leaf.grad for leaf in norm.leaves()] + ([tensor.grad] if how == "retain" else [])
-        norm.zero_grad()
-        return seen
+        return what_is_seen(how, tensors, which, loss, norm)
 
     of_output(read, "group, casts")
 
 
-@pytest.mark.parametrize("which", ["input", "wide input", "norm", "output"])
-@pytest.mark.parametrize("how", ["hook", "retain", "asked for", "prehook of the node", "hook of the node"])
+@pytest.mark.parametrize("which", ["input", "wide input", "before the norm", "norm", "output"])
+@pytest.mark.parametrize("how", HOW_TO_SEE)
 def test_who_sees_a_gradient_on_its_way(how, which):
+    if which == "before the norm" and how in ("hook", "retain"):
+        pytest.skip("its output is nobody's")
+
     def read(norm, scope):
-        seen = []
         with scope:
             x = norm.input()
             wide = x.to(norm.of_norm)
             z = norm.normalized(wide)
             y = z.to(norm.of_output)
             loss = (y * norm.grad).sum()
-        tensor = {"input": x, "wide input": wide, "norm": z, "output": y}[which]
-        del x, wide, z, y
-        match how:
-            case "hook":
-                tensor.register_hook(lambda grad: seen.append(grad) or grad * 2)
-            case "retain":
-                tensor.retain_grad()
-            case "prehook of the node":
-                tensor.grad_fn.register_prehook(lambda grads: seen.append(grads[0]) or (grads[0] * 2, *grads[1:]))
-            case "hook of the node":
-                tensor.grad_fn.register_hook(lambda results, grads: seen.extend([results[0], grads[0]]))
-        if how.endswith("node"):
-            tensor = None  # or its being there would be noticed
-        if how == "asked for":
-            return torch.autograd.grad(loss, [tensor, *norm.leaves()])
-        loss.backward()
-        seen += [leaf.grad for leaf in norm.leaves()] + ([tensor.grad] if how == "retain" else [])
-        norm.zero_grad()
-        return seen
+        before = z.grad_fn.next_functions[0][0]  # a cast or a copy into planes
+        tensors = {"input": x, "wide input": wide, "before the norm": before, "norm": z, "output": y}
+        del x, wide, z, y, before
+        return what_is_seen(how, tensors, which, loss, norm)
 
     of_output(read)
 

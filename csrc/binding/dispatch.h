@@ -27,6 +27,17 @@ inline bool is_plain(const at::Tensor& tensor) {
   return keys == DispatchKeySet(DispatchKey::CPU) || keys == DispatchKeySet(DispatchKey::CUDA);
 }
 
+// Whether kernels may read its memory in vectors.
+inline bool is_aligned(const at::Tensor& tensor) {
+  constexpr size_t vector = 16;
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % vector == 0;
+}
+
+// The same from one end to the other.
+inline bool is_in_vectors(const at::Tensor& tensor) {
+  return is_plain(tensor) && tensor.is_contiguous() && is_aligned(tensor);
+}
+
 // The tags of an op that torch.export's run_decompositions is to decompose though it has kernels of its own: the program is to
 // run where this library isn't. Ours neither alias nor mutate.
 inline std::vector<at::Tag> decomposed() {

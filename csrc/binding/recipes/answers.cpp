@@ -45,12 +45,6 @@ bool passes_unnoticed(Node& node, bool has_saved) {
          next.task_should_compute_output(0) && node.stream() == next.stream() && is_only_reader(node, has_saved);
 }
 
-bool is_in_vectors(const at::Tensor& tensor, at::Device device) {
-  constexpr size_t alignment = 16;
-  return is_plain(tensor) && tensor.device() == device && tensor.is_contiguous() &&
-         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
-}
-
 at::ScalarType dtype_of_output(const Node& node) {
   return c10::typeMetaToScalarType(node.input_metadata(0).dtype());
 }

@@ -29,16 +29,12 @@ bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
 // the node has saved, in the scope, what the next one made.
 bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false);
 
-// Whether a kernel may read a tensor in vectors, from one end to the other.
-bool is_in_vectors(const at::Tensor& tensor, at::Device device);
-
 at::ScalarType dtype_of_output(const torch::autograd::Node& node);
 
 // Whether the node that runs has its results already, and reads what it saved for nothing.
 bool is_answered();
 
-// What a pre-hook has computed for a pass. `is_for_next`: the hook of the next node takes the first as it is, whatever its
-// dtype.
+// What a pre-hook has computed for a pass. `is_for_next`: the next node takes the first as it is, whatever its dtype.
 struct Answer {
   int task;
   torch::autograd::variable_list results;

@@ -29,6 +29,7 @@
 #include "fusion.h"
 #include "leaves.h"
 #include "masks.h"
+#include "norms.h"
 #include "python.h"
 #include "verification.h"
 
@@ -40,7 +41,6 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::autograd::generated::NativeBatchNormBackward0;
 using torch::autograd::generated::ReluBackward0;
-using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
 
 constexpr int64_t kVector = BatchNormGradient::kVector;
 
@@ -77,9 +77,6 @@ bool may_be_served(const at::Tensor& grad) {
 bool is_served(const at::Tensor& grad, const BatchNormSaved& saved) {
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
   const auto is_here = [&](const at::Tensor& tensor) { return is_plain(tensor) && tensor.device() == grad.device(); };
-  const auto is_aligned = [](const at::Tensor& tensor) {
-    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % (sizeof(uint16_t) * kVector) == 0;
-  };
   const auto has_channels = [&](const at::Tensor& tensor, at::ScalarType dtype) {
     return tensor.scalar_type() == dtype && tensor.dim() == 1 && tensor.size(0) == grad.size(1) && tensor.is_contiguous() &&
            is_here(tensor);

@@ -17,8 +17,8 @@ using torch::autograd::variable_list;
 using torch::autograd::generated::CloneBackward0;
 using torch::autograd::generated::ToCopyBackward0;
 
-// Whether the gradient is all that holds its memory, and fills it: then it may wait for the norm in place of a copy, since
-// nobody else can write to it, and it keeps nothing else alive.
+// Whether the gradient is all that holds its memory, and fills it: then it may wait for the node before in place of a copy,
+// since nobody else can write to it, and it keeps nothing else alive.
 bool is_alone(const at::Tensor& grad) {
   const bool is_view = grad.is_view();
   return grad.use_count() == 1 && (!is_view || grad._base().use_count() == 1) &&
@@ -29,7 +29,7 @@ bool is_alone(const at::Tensor& grad) {
 bool takes_half_gradient(const Node& node) {
   const auto* const hook = hook_of<PreHook>(node);
   const bool is_watched = !node.pre_hooks().empty() || !node.post_hooks().empty();
-  return hook ? hook->takes_half() : typeid(node) == smooth_node_type() && !is_watched;
+  return hook ? hook->takes_half() : !is_watched && is_smooth_with_instruction(node);
 }
 
 // Leaves a gradient as it is for the node before the cast, which takes that.
@@ -50,7 +50,7 @@ class CastPreHook : public PreHook {
   ToCopyBackward0& node_;
 };
 
-// Hands on what the norm has left in a half type for the cast before the clone.
+// Hands on what the node behind it has left in a half type, for the cast before it.
 class ClonePreHook : public PreHook {
  public:
   explicit ClonePreHook(CloneBackward0& node) : node_(node) {}
@@ -66,27 +66,22 @@ class ClonePreHook : public PreHook {
 
 }  // namespace
 
-bool may_be_in_any_layout(Node& node, const at::Tensor& grad) {
-  const Node* const norm = node.next_edge(0).function.get();
-  return norm && hook_of<NormPreHook>(*norm) && may_answer(*norm, grad) && passes_unnoticed(node, /*has_saved=*/true);
-}
-
 at::ScalarType half_of_cast_before(Node& node) {
-  if (dtype_of_output(node) != at::kFloat || !passes_unnoticed(node, /*has_saved=*/true)) {
-    return at::ScalarType::Undefined;
-  }
   Node* before = node.next_edge(0).function.get();
-  if (hook_of<ClonePreHook>(*before)) {
-    const bool is_watched = before->pre_hooks().size() > 1 || before->post_hooks().size() > 1;
-    before = !is_watched && passes_unnoticed(*before) ? before->next_edge(0).function.get() : nullptr;
+  Node* const clone = before && hook_of<ClonePreHook>(*before) ? before : nullptr;
+  if (clone) {
+    const bool is_watched = clone->pre_hooks().size() > 1 || clone->post_hooks().size() > 1;
+    before = is_watched ? nullptr : clone->next_edge(0).function.get();
   }
   const auto* const cast = as<ToCopyBackward0>(before);
-  if (!cast || !cast->pre_hooks().empty() || !cast->post_hooks().empty() ||
+  if (!cast || dtype_of_output(node) != at::kFloat || !cast->pre_hooks().empty() || !cast->post_hooks().empty() ||
       cast->self_options.device() != node.input_metadata(0).device()) {
     return at::ScalarType::Undefined;
   }
   const auto dtype = c10::typeMetaToScalarType(cast->self_options.dtype());
-  return is_half(dtype) ? dtype : at::ScalarType::Undefined;
+  const bool is_unnoticed =
+      is_half(dtype) && passes_unnoticed(node, /*has_saved=*/true) && (!clone || passes_unnoticed(*clone));
+  return is_unnoticed ? dtype : at::ScalarType::Undefined;
 }
 
 at::Tensor saved_in_half(Node& node, const SavedVariable& saved, at::ScalarType half) {

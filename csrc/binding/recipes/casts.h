@@ -5,16 +5,6 @@
 
 namespace fastact::recipes {
 
-// Of a norm, which takes its gradient in any layout, too.
-class NormPreHook : public PreHook {
- public:
-  bool takes_half() const override { return true; }
-};
-
-// Whether the next node is a norm that nobody watches, so that it may be given a gradient in any layout. The node has saved
-// the norm's output.
-bool may_be_in_any_layout(torch::autograd::Node& node, const at::Tensor& grad);
-
 // The half type of a cast of what a float32 node has saved, or of a cast whose clone that is, if the cast takes its gradient in
 // the half type, and nobody else has it; or undefined.
 at::ScalarType half_of_cast_before(torch::autograd::Node& node);

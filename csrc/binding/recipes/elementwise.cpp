@@ -20,6 +20,7 @@
 #include "formulas.h"
 #include "fusion.h"
 #include "leaves.h"
+#include "norms.h"
 #include "python.h"
 #include "verification.h"
 

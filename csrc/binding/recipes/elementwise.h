@@ -5,7 +5,7 @@
 
 namespace fastact::recipes {
 
-// Adds hooks to a node from which something is derived, if it is a product's, a power's or a hyperbolic tangent's that saves a
+// Adds hooks to a node from which something is derived, if it is a product's, a power's, tanh's or SiLU's that saves a
 // recipe. Which node saves a tensor isn't known while that is packed.
 void speed_up_elementwise(torch::autograd::Node& node);
 

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "../../recipes/group_norm.h"
+#include "../../torch_version.h"
 #include "../devices.h"
 #include "../dispatch.h"
 #include "../dtypes.h"
@@ -20,6 +21,7 @@
 #include "answers.h"
 #include "casts.h"
 #include "fusion.h"
+#include "norms.h"
 #include "verification.h"
 
 namespace fastact::recipes {
@@ -37,28 +39,21 @@ struct GroupNormSaved {
   at::Tensor input, weight, mean, invstd;
 };
 
-using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
-
 // Whether the kernel takes these.
 bool is_served(const at::Tensor& grad, const GroupNormSaved& saved) {
   const auto& [dtype, samples, channels, plane, groups, input, weight, mean, invstd] = saved;
-  const auto has_dtype = [&](const at::Tensor& tensor) {
-    return tensor.scalar_type() == dtype || (dtype == at::kFloat && is_half(tensor.scalar_type()));
-  };
-  const bool has_one_half = !is_half(grad.scalar_type()) || !is_half(input.scalar_type()) || grad.dtype() == input.dtype();
   const auto is_one = [&](const at::Tensor& tensor) {
-    return is_in_vectors(tensor, grad.device()) && tensor.scalar_type() == dtype;
+    return tensor.device() == grad.device() && tensor.scalar_type() == dtype && is_in_vectors(tensor);
   };
-  return is_in_vectors(grad, grad.device()) && has_dtype(grad) && is_in_vectors(input, grad.device()) && has_dtype(input) &&
-         has_one_half && (!weight.defined() || is_one(weight)) && is_one(mean) && is_one(invstd) &&
-         grad.sizes() == input.sizes() && 0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max() &&
-         plane % GroupNormGradient::kVector == 0 && channels / groups <= GroupNormGradient::kMostChannels;
+  return are_in_vectors(grad, input, dtype) && (!weight.defined() || is_one(weight)) && is_one(mean) && is_one(invstd) &&
+         0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max() && plane % GroupNormGradient::kVector == 0 &&
+         channels / groups <= GroupNormGradient::kMostChannels;
 }
 
 variable_list by_kernel(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
   const auto& [dtype, samples, channels, plane, groups, input, weight, mean, invstd] = saved;
   const auto options = input.options().dtype(dtype);
-  at::Tensor of_input = at::empty_like(input);
+  at::Tensor of_input = at::empty_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT);
   at::Tensor of_weight = needed[1] ? at::empty({channels}, options) : at::Tensor();
   at::Tensor of_bias = needed[2] ? at::empty({channels}, options) : at::Tensor();
   GroupNormGradient norm = {};
@@ -97,18 +92,14 @@ bool agree(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
 
 // The same for other numbers: a model's first gradients don't tell, since they are often zero.
 bool agree_on_numbers(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed, int64_t samples, int64_t plane) {
-  int64_t seed = 0;
-  const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) {
-    return of.defined() ? some_numbers(sizes, of.options(), ++seed) : at::Tensor();
-  };
   GroupNormSaved numbers = saved;
   numbers.samples = samples;
   numbers.plane = plane;
-  numbers.input = some(saved.input, {samples, saved.channels, plane});
-  numbers.weight = some(saved.weight, {saved.channels});
-  numbers.mean = some(saved.mean, {samples, saved.groups});
-  numbers.invstd = some(saved.invstd, {samples, saved.groups});
-  return agree(some(grad, {samples, saved.channels, plane}), numbers, needed);
+  numbers.input = some_like(saved.input, {samples, saved.channels, plane}, 1);
+  numbers.weight = some_like(saved.weight, {saved.channels}, 2);
+  numbers.mean = some_like(saved.mean, {samples, saved.groups}, 3);
+  numbers.invstd = some_like(saved.invstd, {samples, saved.groups}, 4);
+  return agree(some_like(grad, {samples, saved.channels, plane}, 5), numbers, needed);
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
@@ -135,7 +126,7 @@ class GroupNormPreHook : public NormPreHook {
   variable_list operator()(const variable_list& grads) override {
     const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
     const bool has_others = grads[1].defined() || grads[2].defined();  // of the statistics
-    if (!may_answer(node_, grads[0]) || has_others || !is_needed(0) || !has_planes()) {
+    if (!may_answer(node_, grads[0]) || has_others || !is_needed(0) || !is_read_in_order(grads[0])) {
       return decline(node_, grads);
     }
     const at::Tensor grad = grads[0].contiguous();  // as the op does
@@ -149,15 +140,13 @@ class GroupNormPreHook : public NormPreHook {
  private:
   static int64_t number(const c10::SymInt& number) { return number.guard_int(__FILE__, __LINE__); }
 
-  // Whether it is for the kernel, as far as is known without reading what was saved: the op reads other layouts in another way.
-  bool has_planes() {
-    return number(node_.HxW) > 1 && with_value(node_, node_.input_, [](const py::object& object) {
-             if (!object) {
-               return false;
-             }
-             const auto strides = value_of(object).strides_of();
-             return strides && *strides == at::IntArrayRef(c10::contiguous_strides(value_of(object).sizes_of()));
-           });
+  // Whether the op reads the gradient and the input in the order of their dimensions, as the kernel does.
+  bool is_read_in_order(const at::Tensor& grad) {
+    const auto has_order = [](const py::object& input) {
+      const auto strides = input ? value_of(input).strides_of() : std::nullopt;
+      return strides && *strides == at::IntArrayRef(c10::contiguous_strides(value_of(input).sizes_of()));
+    };
+    return kGroupNormIsGivenContiguous || (grad.is_contiguous() && with_value(node_, node_.input_, has_order));
   }
 
   // What the norm has saved, read as the node itself does, but the input in its half type if that is wanted.

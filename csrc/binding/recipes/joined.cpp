@@ -84,8 +84,7 @@ std::optional<Join> join_of(const std::vector<at::Tensor>& tensors, int64_t dim,
     }
     sizes[dim] = first.size(dim);
     const int64_t bytes = inner * tensor.size(dim);
-    if (first.sizes() != at::IntArrayRef(sizes) || tensor.numel() == 0 || bytes % Join::kPiece != 0 ||
-        reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % Join::kPiece != 0) {
+    if (first.sizes() != at::IntArrayRef(sizes) || tensor.numel() == 0 || bytes % Join::kPiece != 0 || !is_aligned(tensor)) {
       return std::nullopt;
     }
     join.part[i] = {tensor.const_data_ptr(), bytes / Join::kPiece};
@@ -98,7 +97,7 @@ std::optional<Join> join_of(const std::vector<at::Tensor>& tensors, int64_t dim,
 
 at::Tensor join(const std::vector<at::Tensor>& tensors, int64_t dim) {
   const bool may_be_served = kHasCuda && !tensors.empty() && tensors.size() <= Join::kMostParts && tensors[0].is_cuda() &&
-                             tensors[0].dim() > 0 && is_plain(tensors[0]);
+                             tensors[0].numel() > 0 && tensors[0].dim() > 0;
   if (may_be_served) {
     const at::Tensor& first = tensors[0];
     const at::MemoryFormat format = first.suggest_memory_format();

@@ -20,6 +20,7 @@
 #include "answers.h"
 #include "casts.h"
 #include "fusion.h"
+#include "norms.h"
 #include "verification.h"
 
 namespace fastact::recipes {
@@ -28,7 +29,6 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 using torch::autograd::generated::NativeLayerNormBackward0;
-using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
 
 // What a norm's gradients are made of, beside the incoming one, which may be in a half type, as the input, if the norm is in
 // float32.
@@ -43,19 +43,13 @@ struct LayerNormSaved {
 
 // Whether the kernel takes these.
 bool is_served(const at::Tensor& grad, const LayerNormSaved& saved) {
-  const auto is_one = [&](const at::Tensor& tensor, at::ScalarType dtype) {
-    return is_in_vectors(tensor, grad.device()) && tensor.scalar_type() == dtype;
-  };
-  const auto is_one_or_half = [&](const at::Tensor& tensor) {
-    const at::ScalarType dtype = tensor.scalar_type();
-    return is_one(tensor, is_half(dtype) && saved.dtype == at::kFloat ? dtype : saved.dtype);
-  };
   const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
-  const bool has_one_half = !is_half(grad.scalar_type()) || !is_half(input.scalar_type()) || grad.dtype() == input.dtype();
-  return is_one_or_half(grad) && is_one_or_half(input) && has_one_half && (!weight.defined() || is_one(weight, dtype)) &&
-         is_one(mean, at::kFloat) && is_one(invstd, at::kFloat) && grad.sizes() == input.sizes() && 0 < grad.numel() &&
-         grad.numel() <= std::numeric_limits<int>::max() && saved.columns() % LayerNormGradient::kMultiple == 0 &&
-         saved.columns() <= LayerNormGradient::kMostColumns;
+  const auto is_one = [&](const at::Tensor& tensor, at::ScalarType dtype) {
+    return tensor.device() == grad.device() && tensor.scalar_type() == dtype && is_in_vectors(tensor);
+  };
+  return are_in_vectors(grad, input, dtype) && (!weight.defined() || is_one(weight, dtype)) && is_one(mean, at::kFloat) &&
+         is_one(invstd, at::kFloat) && 0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max() &&
+         saved.columns() % LayerNormGradient::kMultiple == 0 && saved.columns() <= LayerNormGradient::kMostColumns;
 }
 
 variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
@@ -113,20 +107,16 @@ bool agree(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
 
 // The same for other numbers: a model's first gradients don't tell, since they are often zero.
 bool agree_on_numbers(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed, int64_t rows, int64_t columns) {
-  int64_t seed = 0;
-  const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) {
-    return of.defined() ? some_numbers(sizes, of.options(), ++seed) : at::Tensor();
-  };
   const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
   const LayerNormSaved numbers = {
       dtype,
       {columns},
-      some(input, {rows, columns}),
-      some(weight, {columns}),
-      some(bias, {columns}),
-      some(mean, {rows, 1}),
-      some(invstd, {rows, 1})};
-  return agree(some(grad, {rows, columns}), numbers, needed);
+      some_like(input, {rows, columns}, 1),
+      some_like(weight, {columns}, 2),
+      some_like(bias, {columns}, 3),
+      some_like(mean, {rows, 1}, 4),
+      some_like(invstd, {rows, 1}, 5)};
+  return agree(some_like(grad, {rows, columns}, 6), numbers, needed);
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "../codes/autograd.h"
@@ -18,10 +19,10 @@
 #include "../devices.h"
 #include "../dispatch.h"
 #include "../dtypes.h"
-#include "casts.h"
 #include "fusion.h"
 #include "hook.h"
 #include "leaves.h"
+#include "norms.h"
 #include "value.h"
 #include "verification.h"
 
@@ -43,16 +44,17 @@ struct SmoothFields {
   }
 };
 
-// Whether an activation's instruction for the gradient in float32 gives the bits of PyTorch's op on this device.
-bool fits(const Smooth& activation, at::Device device) {
-  static auto& verdicts = *new Verdicts<std::pair<const Smooth*, c10::DeviceIndex>>();
-  return verdicts.find({&activation, device.index()}, device, [&] {
+// Whether an activation's instruction for the gradient in float32 gives the bits of PyTorch's op on this device, of an incoming
+// gradient of this dtype.
+bool fits(const Smooth& activation, at::Device device, at::ScalarType of_grad) {
+  static auto& verdicts = *new Verdicts<std::tuple<const Smooth*, c10::DeviceIndex, at::ScalarType>>();
+  return verdicts.find({&activation, device.index(), of_grad}, device, [&] {
     const auto options = at::dtype(at::kFloat).device(device);
-    const at::Tensor input = all_numbers(options, Order::first), grad = all_numbers(options, Order::second);
+    const at::Tensor input = all_numbers(options, Order::first), grad = all_numbers(options.dtype(of_grad), Order::second);
     const py::object value = keep(input);
     const auto found = compute_gradient(value_of(value), grad, *activation.gradient_opcode, {}, /*is_alone=*/true);
     const py::gil_scoped_release no_gil;  // the device may be waiting for a callback that needs it
-    return found && is_identical(*found, activation.backward(grad, input));
+    return found && is_identical(*found, activation.backward(grad.to(at::kFloat), input));
   });
 }
 
@@ -70,10 +72,12 @@ struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
     if (auto gradient = through_recipe(grads[0])) {
       return {*std::move(gradient)};
     }
-    return {activation_.backward(grads[0].to(dtype_of_output(*this)), unpack())};
+    grads[0] = grads[0].to(dtype_of_output(*this));
+    return {activation_.backward(grads[0], unpack())};
   }
 
   std::string name() const override { return kSmoothNodeName; }
+  bool has_instruction() const { return activation_.gradient_opcode.has_value(); }
 
   static variable_list apply_functional(const variable_list& grads, const std::vector<c10::IValue>& saved) {
     const auto fields = from_arguments<SmoothFields<at::Tensor>>(saved);
@@ -94,7 +98,7 @@ struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
         c10::InferenceMode::is_enabled()) {  // whose tensors have no version
       return std::nullopt;
     }
-    const bool as_input = dtype == at::kFloat && may_be_in_any_layout(*this, grad);
+    const bool as_input = dtype == at::kFloat && post_hooks().empty() && may_be_in_any_layout(*this, grad);
     const Tables* tables = is_half(dtype) ? tables_for(activation_, grad) : nullptr;
     const std::lock_guard<std::mutex> lock(mutex_);
     const py::gil_scoped_acquire gil;
@@ -107,7 +111,7 @@ struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
     if (is_half(dtype)) {
       return tables ? compute_gradient(value_of(input), grad, Opcode::gradient, tables->derivative) : std::nullopt;
     }
-    if (!fits(activation_, grad.device())) {
+    if (!fits(activation_, grad.device(), grad.scalar_type())) {
       return std::nullopt;
     }
     const Opcode opcode = *activation_.gradient_opcode;
@@ -135,6 +139,11 @@ void record_write(at::Tensor& self, NodePointer node) {
 
 const std::type_info& smooth_node_type() {
   return typeid(SmoothBackward);
+}
+
+bool is_smooth_with_instruction(const torch::autograd::Node& node) {
+  return typeid(node) == smooth_node_type() && static_cast<const SmoothBackward&>(node).has_instruction() && kHasCuda &&
+         node.input_metadata(0).device().is_cuda();
 }
 
 }  // namespace fastact::recipes

@@ -19,8 +19,9 @@ void record_input(const Smooth& activation, Origin origin, const at::Tensor& sel
 NodePointer node_before_write(const Smooth& activation, Origin origin, const at::Tensor& self);
 void record_write(at::Tensor& self, NodePointer node);
 
-// The class of these nodes, and its name.
+// The class of these nodes, and its name; whether a node is one whose gradient, in float32, an instruction computes.
 const std::type_info& smooth_node_type();
+bool is_smooth_with_instruction(const torch::autograd::Node& node);
 constexpr const char* kSmoothNodeName = "SmoothBackward";
 
 }  // namespace fastact::recipes

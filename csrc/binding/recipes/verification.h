@@ -19,7 +19,7 @@ bool are_identical(at::TensorList tensors, at::TensorList others);  // those tha
 // Numbers of either sign, from 1/8 to 2 in magnitude, that look random: float32 or of a half type.
 at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_t seed);
 
-// Numbers of every magnitude, NaN among them, in one of two orders: of a half type all, of float32 as many.
+// Numbers of every magnitude, NaN among them, in one of two orders: of a half type all. As many of each dtype.
 enum class Order { first, second };
 at::Tensor all_numbers(at::TensorOptions options, Order order);
 

@@ -53,8 +53,8 @@ bool start_norm_of_columns(const Program& program, Stream stream) {
     return true;
   }
   return start_one_of<
-      T, n, Form<2, two, Load, Norm>, Form<2, two, Load, Norm, Clamp>, Form<2, two, Load, Norm, Add<dense>>,
-      Form<2, two, Load, Norm, Add<dense>, Clamp>, Form<2, three, Load, Norm, Clamp, Multiply<gate>>,
+      T, n, Form<4, two, Load, Norm>, Form<4, two, Load, Norm, Clamp>, Form<4, two, Load, Norm, Add<dense>>,
+      Form<4, two, Load, Norm, Add<dense>, Clamp>, Form<2, three, Load, Norm, Clamp, Multiply<gate>>,
       Form<2, two, Load, Norm, Clamp, Multiply<dense>>,
       Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,         // stochastic depth
       Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>,  // squeeze-and-excitation

@@ -1,0 +1,29 @@
+// What the hooks of norms have in common.
+#pragma once
+
+#include <array>
+
+#include "answers.h"
+
+namespace fastact::recipes {
+
+using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
+
+// Of a layer or group norm, which takes its gradient in any layout, and in the half type of a cast behind it (casts.h).
+class NormPreHook : public PreHook {
+ public:
+  bool takes_half() const override { return true; }
+};
+
+// Whether the next node is a norm that nobody watches, so that it may be given a gradient in any layout. The node has saved
+// the norm's output.
+bool may_be_in_any_layout(torch::autograd::Node& node, const at::Tensor& grad);
+
+// Whether the kernels of a layer or group norm of this dtype take these: of float32, and one half type if the norm is in
+// float32, in vectors from one end to the other.
+bool are_in_vectors(const at::Tensor& grad, const at::Tensor& input, at::ScalarType dtype);
+
+// For trials: numbers in place of a tensor's, if it is defined.
+at::Tensor some_like(const at::Tensor& tensor, at::IntArrayRef sizes, int64_t seed);
+
+}  // namespace fastact::recipes
