@@ -82,6 +82,9 @@ class Norm(nn.Module):
     def forward(self):
         return self.normalized(self.input()).to(self.of_output) * self.grad
 
+    def is_served(self):
+        return True
+
     def leaves(self):
         return [leaf for leaf in (self.x, self.weight, self.bias, self.grad) if leaf is not None and leaf.requires_grad]
 
@@ -94,10 +97,17 @@ class LayerNorm(Norm):
         return F.layer_norm(x, self.grad.shape[-1:], self.weight, self.bias)
 
 
+# Later releases give the op channels-last gradients and inputs as they are.
+IS_GIVEN_CONTIGUOUS = tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 13)
+
+
 class GroupNorm(Norm):
     def __init__(self, shape, *args, groups=4, **kwargs):
         super().__init__(shape, *args, **kwargs)
         self.groups = groups
+
+    def is_served(self):
+        return IS_GIVEN_CONTIGUOUS or (self.x.is_contiguous() and self.grad.is_contiguous())
 
     def shape_of_weights(self, shape):
         return shape[1:2]
@@ -121,7 +131,9 @@ def is_ours(names):
     return any("::input_kernel<" in name for name in names)
 
 
-def check(norm, expected_is_ours=True):
+def check(norm, expected_is_ours=None):
+    expected_is_ours = norm.is_served() if expected_is_ours is None else expected_is_ours
+
     def casts(names):
         return [name for name in names if "WithCast" in name or "float16_copy" in name]
 
@@ -266,7 +278,7 @@ def test_silu_in_several_threads(kind, which):
 def test_silu_in_a_captured_graph(kind, which):
     norm = with_silu(small(kind, 1000), which)
     gradients(norm, recompute())
-    assert is_ours(check_captured(norm))
+    assert is_ours(check_captured(norm)) == norm.is_served()
 
 
 @either_silu
@@ -355,7 +367,7 @@ def test_what_needs_no_gradient_gets_none(frozen, kind):
     norm = small(kind)
     for name in ["weight", "bias"] if frozen == "both" else [frozen]:
         norm.get_parameter(name).requires_grad_(False)
-    check(norm, expected_is_ours=frozen != "x")
+    check(norm, expected_is_ours=frozen != "x" and norm.is_served())
 
 
 def test_where_the_op_takes_another_way():
@@ -507,7 +519,7 @@ def test_several_threads(kind):
 def test_a_captured_graph(kind):
     norm = small(kind, 1000)
     check(norm)
-    assert is_ours(check_captured(norm))
+    assert is_ours(check_captured(norm)) == norm.is_served()
 
 
 def test_a_step_under_autocast():
@@ -547,7 +559,7 @@ def test_a_step_of_a_diffusion_model():
             for _ in range(3):
                 found, names = kernels(lambda step=step: step(recompute()))
                 assert all(map(is_identical, found, expected))
-        assert is_ours(names)
+        assert is_ours(names) or not IS_GIVEN_CONTIGUOUS
 
 
 def of_output(read, *kinds):
@@ -598,15 +610,16 @@ def what_is_seen(how, tensors, which, loss, norm):
         case "retain":
             tensor.retain_grad()
         case "asked for":
+            tensor = None
             edge = torch.autograd.graph.GradientEdge(node, 0, None)
             return torch.autograd.grad(loss, [edge, *norm.leaves()])
         case "prehook of the node":
             node.register_prehook(lambda grads: seen.append(grads[0]) or (grads[0] * 2, *grads[1:]))
         case "hook of the node":
             node.register_hook(lambda results, grads: seen.extend([results[0], grads[0]]))
-    node = None  # or its being there would be noticed
+    node = None
     if how.endswith("node"):
-        tensor = None
+        tensor = None  # or its being there would be noticed
     loss.backward()
     seen += [leaf.grad for leaf in norm.leaves()] + ([tensor.grad] if how == "retain" else [])
     norm.zero_grad()

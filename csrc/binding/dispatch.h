@@ -33,7 +33,7 @@ inline bool is_aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % vector == 0;
 }
 
-// The same from one end to the other.
+// Whether they may read all of it in vectors, in the order of its dimensions.
 inline bool is_in_vectors(const at::Tensor& tensor) {
   return is_plain(tensor) && tensor.is_contiguous() && is_aligned(tensor);
 }

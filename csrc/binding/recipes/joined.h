@@ -8,8 +8,8 @@
 
 namespace fastact::recipes {
 
-// What torch.cat returns. PyTorch's op takes twice a copy's time on a GPU, this a copy's, if all are in one order in memory,
-// contiguous or channels-last.
+// What torch.cat returns. On a GPU, if all are contiguous or all in channels-last, in about 1.2 times a copy's time: in
+// channels-last PyTorch's op takes more than twice as long as a copy.
 at::Tensor join(const std::vector<at::Tensor>& tensors, int64_t dim);
 
 // Describes what a step joined along a dimension by `formula`; false if it can't. An operand that can't be derived is left out
