@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from activations_cuda import _C
+from activations_cuda import _C, recompute
 from activations_cuda.recipes.verification import is_identical
 from answers import kernels
 
@@ -41,8 +41,7 @@ def test_along_each_dimension(sizes, layout, lengths, dtype):
     layout = torch.contiguous_format if layout == "contiguous" else LAYOUTS[len(sizes)]
     for dim in range(len(sizes)):
         tensors = parts(sizes, dim, lengths, "cuda", dtype, layout)
-        formats = {each.is_contiguous(memory_format=layout) for each in tensors}
-        assert formats == {True}
+        assert all(each.is_contiguous(memory_format=layout) for each in tensors)
         check(tensors, dim, is_ours=True)
         check(tensors, dim - len(sizes), is_ours=True)
 
@@ -72,6 +71,21 @@ def test_where_the_op_takes_another_way(device):
         _C.recipes.join((x, y), 4)
     with pytest.raises((RuntimeError, ValueError), match="non-empty list"):
         _C.recipes.join((), 0)
+
+
+def test_in_the_scope(device, monkeypatch):
+    joined = []
+    join = _C.recipes.join
+    monkeypatch.setattr(_C.recipes, "join", lambda tensors, dim: joined.append(dim) or join(tensors, dim))
+    x, y = (each.requires_grad_() for each in parts((16, 16, 32, 32), 1, (16, 32), device, torch.float32))
+    expected = torch.autograd.grad(torch.cat([x.exp(), y.exp()], 1).square().sum(), [x, y])
+    for _ in range(3):
+        with recompute():
+            loss = torch.cat([x.exp(), y.exp()], 1).square().sum()
+        joined.clear()
+        found = torch.autograd.grad(loss, [x, y])
+        assert joined == [1]
+        assert all(map(is_identical, found, expected))
 
 
 @pytest.mark.cuda

@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <mutex>
 #include <tuple>
