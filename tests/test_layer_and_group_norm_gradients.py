@@ -724,13 +724,15 @@ def test_hooks_of_tensors_that_are_gone():
     of_output(read)
 
 
-def test_hooks_that_come_while_the_pass_is_on_its_way():
+@pytest.mark.parametrize("silu", [None, F.silu, activations_cuda.silu], ids=["norm", "PyTorch's", "ours"])
+def test_hooks_that_come_while_the_pass_is_on_its_way(silu):
     def read(norm, scope):
         seen = []
         with scope:
             z = norm.normalized(norm.input())
+            z = silu(z) if silu else z
             node = z.grad_fn
-            between = norm.grad * 2  # runs between the cast and the norm
+            between = norm.grad * 2  # runs between the cast and the node
             loss = (z.to(norm.of_output) * norm.grad).sum() + between.sum()
         del z
         between.grad_fn.register_prehook(lambda _: node.register_prehook(lambda grads: seen.append(grads[0])) and None)

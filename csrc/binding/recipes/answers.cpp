@@ -21,13 +21,13 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Whether a node alone holds the next one: no tensor, no other node, nor a pass that begins or ends there. It does by its edge,
-// and by what it has saved.
+// Whether a node alone holds the next one: no tensor, no other node, no pass that begins or ends there, nor Python, which could
+// add a hook during the pass. The node does by its edge, and by what it has saved.
 bool is_only_reader(const Node& node, bool has_saved) {
   const NodePointer& next = node.next_edge(0).function;
   const py::gil_scoped_acquire gil;
   const py::object python = wrapped(next);  // holds it as well; there may have been one already
-  return next.use_count() == (has_saved ? 3 : 2);
+  return next.use_count() == (has_saved ? 3 : 2) && python.ref_count() == 1;
 }
 
 }  // namespace
