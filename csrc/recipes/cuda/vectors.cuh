@@ -99,19 +99,20 @@ __device__ void load(const void* data, Element element, bool is_one, int64_t off
   }
 }
 
+// The offset is a multiple of n.
 template <class T, int n>
 __device__ void store(const float (&x)[n], Element element, int64_t offset, void* output) {
+  const uint64_t vector = static_cast<uint64_t>(offset) / n;  // counted in vectors, the compiler knows that they are aligned
   if (element == Element::float32) {
-    move<n>(x, static_cast<float*>(output) + offset);
+    move<n>(x, static_cast<Words<n>*>(output) + vector);
     return;
   }
   Pairs<n> pairs;
   pack<T>(x, pairs);
-  auto* to = static_cast<uint16_t*>(output) + offset;
   if constexpr (n == 1) {
-    *to = static_cast<uint16_t>(pairs[0]);
+    static_cast<uint16_t*>(output)[vector] = static_cast<uint16_t>(pairs[0]);
   } else {
-    move<n / 2>(pairs, to);
+    move<n / 2>(pairs, static_cast<Words<n / 2>*>(output) + vector);
   }
 }
 
