@@ -69,7 +69,7 @@ __device__ uint4 load_across(const void* from, int shift) {
 class Divisor {
  public:
   Divisor() = default;
-  Divisor(int64_t divisor, int64_t n) : divisor_(divisor), small_(n <= INT32_MAX && divisor > 1) {
+  Divisor(int64_t divisor, int64_t n) : divisor_(divisor), small_(n <= INT32_MAX && divisor > 0) {
     while (small_ && (int64_t{1} << shift_) < divisor) {
       ++shift_;
     }
@@ -81,6 +81,13 @@ class Divisor {
     const int64_t quotient =
         small_ ? static_cast<int64_t>((static_cast<uint64_t>(*i) * reciprocal_) >> (31 + shift_)) : *i / divisor_;
     *i -= quotient * divisor_;
+    return quotient;
+  }
+
+  // The same if n was below 2^31, with fewer instructions.
+  __device__ int32_t divide(int32_t* i) const {
+    const auto quotient = static_cast<int32_t>((static_cast<uint64_t>(*i) * reciprocal_) >> (31 + shift_));
+    *i -= quotient * static_cast<int32_t>(divisor_);
     return quotient;
   }
 

@@ -81,6 +81,7 @@ CODE_LAUNCH = "csrc/binding/codes/launch.cpp"
 CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
+CUDA_FORMS = "csrc/recipes/cuda/form.cuh"
 CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
 BATCH_NORM = "csrc/binding/recipes/batch_norm.cpp"
 CUDA_LAYER_NORM = "csrc/recipes/cuda/layer_norm.cu"
@@ -425,8 +426,9 @@ RECOMPUTE = [
     Mutant("the sign of a zero behind layer norm", RECIPES + "norms.py", ", on_cpu=(layer_norm_affine_on_cpu,)", ""),
     Mutant("the caller of whatever calls the op", HOOK, "return called && !(", "return called || !("),
     Mutant("running statistics copied too late", OPERANDS, "return value.copy;  // or null", "return data;"),
-    Mutant("the next row begins later", CUDA_RECIPES, "i >= rest_[u]", "i > rest_[u]"),
-    Mutant("the next row is this one", CUDA_RECIPES, "dense_[u] + n - 1", "dense_[u]"),
+    Mutant("the next row begins later", CUDA_RECIPES, "i < rest_[u] ? x_", "i <= rest_[u] ? x_"),
+    Mutant("the next row is this one", CUDA_RECIPES, "find_row(i + 1, next_[u])", "find_row(i, next_[u])"),
+    Mutant("32-bit indices for any size", CUDA_FORMS, "return program.numel() <= INT32_MAX &&", "return"),
     Mutant("complex numbers in any strides", DERIVATION, " || c10::isComplexType(recipe.dtype)", ""),
     Mutant("zeros prove a formula", RECIPES + "verification.py", "is_proof = _tells(tensor)", "is_proof = True"),
     Mutant("a norm's bias proves its formula", RECIPES + "verification.py", " and all(map(_is_more_than_bias, norms))", ""),

@@ -472,6 +472,16 @@ def test_past_two_to_the_31():
         assert torch.equal(found[rows], expected)
 
 
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_planes_past_two_to_the_31():
+    x = torch.randn(2**31 // (64 * 49) + 8, 64, 7, 7, device="cuda", dtype=torch.bfloat16)
+    parameters = operands_of(norms.batch_norm_elementwise, x[:1])[0]
+    found = fused(norms.batch_norm_elementwise, (x, *parameters), (1e-5,), x)
+    for samples in (slice(0, 64), slice(-64, None)):
+        assert is_identical(found[samples], norms.batch_norm_elementwise(x[samples], *parameters, 1e-5))
+
+
 def test_every_instruction_is_reached():
     opcodes = {each[0] for program in PROGRAMS.values() for each in program}
     assert opcodes | {"load", "stash", "look_up", "gradient", "silu_gradient", "tanh_gradient"} == set(_C.recipes.opcodes)

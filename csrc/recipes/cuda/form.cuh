@@ -44,7 +44,7 @@ enum class Spread : uint8_t {
 // The instructions of a program of at most so many dimensions, and how many vectors a thread has.
 template <int vectors_, int dims_, class... Instructions>
 struct Form {
-  static constexpr bool is_known = true;
+  static constexpr bool is_known = true, has_few_elements = false;
   static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = vectors_, dims = dims_, instructions = sizeof...(Instructions);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
@@ -58,6 +58,15 @@ struct Form {
     return all[k];
   }
 
+  // The instruction that reads a table, if one does.
+  FASTACT_HOST_DEVICE static constexpr int table() {
+    int k = 0;
+    while (k < instructions && opcode(k) != Opcode::look_up && opcode(k) != Opcode::gradient) {
+      ++k;
+    }
+    return k;
+  }
+
   FASTACT_HOST_DEVICE static constexpr Layout layout(int k, int reference) {
     Layout result = Layout::number;
     ((k-- == 0 ? void(result = Instructions::layout(reference)) : void()), ...);
@@ -68,15 +77,16 @@ struct Form {
 template <int vectors, int dims, Spread spread_, class... Instructions>
 struct FormOfRows : Form<vectors, dims, Instructions...> {
   static constexpr Spread spread = spread_;
+  static constexpr bool has_few_elements = spread == Spread::anywhere;  // with 32-bit indices, which are divided faster
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int blocks = 1;  // for more ptxas would spill registers of one of them on sm_80
 #endif
 };
 
 struct Interpreted {
-  static constexpr bool is_known = false;
+  static constexpr bool is_known = false, has_few_elements = false;
   static constexpr Spread spread = Spread::columns;
-  static constexpr int vectors = 1, dims = Program::kMaxDims;
+  static constexpr int vectors = 1, dims = Program::kMaxDims, instructions = 1;
   static constexpr int blocks = 1;  // or ptxas would spill registers for more
 };
 
@@ -134,10 +144,23 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
   }
 }
 
+// Whether the offsets of all elements are below 2^31.
+bool has_few_elements(const Program& program) {
+  return program.numel() <= INT32_MAX &&
+         std::all_of(program.operand, program.operand + program.operands, [&](const auto& operand) {
+           int64_t last = 0;
+           for (int dim = 0; dim < program.dims; ++dim) {
+             last += (program.size[dim] - 1) * operand.stride[dim];
+           }
+           return last <= INT32_MAX;
+         });
+}
+
 template <int n, class Form>
 bool has_form(const Program& program) {
   if (program.instructions != Form::instructions || program.dims > Form::dims ||
-      (Form::spread == Spread::row && program.size[0] % (Form::vectors * n) != 0)) {
+      (Form::spread == Spread::row && program.size[0] % (Form::vectors * n) != 0) ||
+      (Form::has_few_elements && !has_few_elements(program))) {
     return false;
   }
   for (int k = 0; k < program.instructions; ++k) {

@@ -40,11 +40,11 @@ using Multiply = InstructionOf<Opcode::multiply, layout>;
 template <class T, int n, class Norm>
 bool start_norm_of_columns(const Program& program, Stream stream) {
   if constexpr (n == 8) {
-    // Tables are read faster by more vectors at once.
+    // Tables of numbers are read faster for four vectors at once, those of a gradient's factors for two.
     if (start_one_of<
             T, n, Form<4, two, Load, Norm, LookUp>, Form<4, three, Load, Norm, LookUp, Multiply<gate>>,
-            Form<4, two, Load, Norm, LookUp, Multiply<dense>>, Form<4, two, Load, Norm, Gradient>,
-            Form<2, two, Load, Norm, LookUp, Stash, Load, Norm, Add<stash>>>(program, stream)) {
+            Form<4, two, Load, Norm, LookUp, Multiply<dense>>, Form<2, two, Load, Norm, Gradient>,
+            Form<4, two, Load, Norm, LookUp, Stash, Load, Norm, Add<stash>>>(program, stream)) {
       return true;
     }
   } else if (start_one_of<
@@ -52,35 +52,38 @@ bool start_norm_of_columns(const Program& program, Stream stream) {
                  Form<2, two, Load, Norm, Silu, Multiply<dense>>, Form<2, two, Load, Norm, SiluGradient>>(program, stream)) {
     return true;
   }
-  // On an H200 at 0.93 to 0.99 of a copy's rate, with two at 0.82 to 0.98; in float32 two reach 0.97.
+  // On an H200 four reach 0.92 to 1.0 of a copy's rate in half types, two 0.97 in float32.
   constexpr int some = n == 8 ? 4 : 2;
   return start_one_of<
       T, n, Form<some, two, Load, Norm>, Form<some, two, Load, Norm, Clamp>, Form<some, two, Load, Norm, Add<dense>>,
       Form<some, two, Load, Norm, Add<dense>, Clamp>, Form<2, three, Load, Norm, Clamp, Multiply<gate>>,
       Form<2, two, Load, Norm, Clamp, Multiply<dense>>,
-      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,         // stochastic depth
-      Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>,  // squeeze-and-excitation
-      Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>>, Form<2, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
-      Form<2, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(program, stream);
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,              // stochastic depth
+      Form<some, three, Load, Norm, Multiply<gate>, Add<dense>, Clamp>,  // squeeze-and-excitation
+      Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>>,
+      Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
+      Form<some, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(program, stream);
 }
 
-template <class T, int n, Spread spread, class Norm>
+template <class T, int n, Spread spread, int dims, class Norm>
 bool start_norm_and_table(const Program& program, Stream stream) {
   if constexpr (n == 8) {
+    constexpr int some = spread == Spread::row ? 4 : 2;
     return start_one_of<
-        T, n, FormOfRows<4, more, spread, Load, Norm, LookUp>, FormOfRows<4, more, spread, Load, Norm, LookUp, Multiply<gate>>,
-        FormOfRows<4, more, spread, Load, Norm, Gradient>>(program, stream);
+        T, n, FormOfRows<some, dims, spread, Load, Norm, LookUp>,
+        FormOfRows<some, dims, spread, Load, Norm, LookUp, Multiply<gate>>,
+        FormOfRows<some, dims, spread, Load, Norm, Gradient>>(program, stream);
   }
   return false;
 }
 
-template <class T, int n, Spread spread, class Norm>
+template <class T, int n, Spread spread, int dims, class Norm>
 bool start_norm_of_rows(const Program& program, Stream stream) {
   return start_one_of<
-      T, n, FormOfRows<2, more, spread, LoadAny, Norm>, FormOfRows<2, more, spread, Load, Norm, Clamp>,
-      FormOfRows<2, more, spread, LoadAny, Norm, Silu>, FormOfRows<2, more, spread, LoadAny, Norm, SiluGradient>,
-      FormOfRows<2, more, spread, Load, Norm, Add<dense>>, FormOfRows<2, more, spread, Load, Norm, Add<dense>, Clamp>,
-      FormOfRows<2, more, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(program, stream);
+      T, n, FormOfRows<2, dims, spread, LoadAny, Norm>, FormOfRows<2, dims, spread, Load, Norm, Clamp>,
+      FormOfRows<2, dims, spread, LoadAny, Norm, Silu>, FormOfRows<2, dims, spread, LoadAny, Norm, SiluGradient>,
+      FormOfRows<2, dims, spread, Load, Norm, Add<dense>>, FormOfRows<2, dims, spread, Load, Norm, Add<dense>, Clamp>,
+      FormOfRows<2, dims, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(program, stream);
 }
 
 // A contiguous plane is a row for batch and group norm, whose length often isn't a multiple of a vector's: 14 x 14 isn't one of
@@ -91,12 +94,13 @@ bool start_rows(const Program& program, Stream stream) {
   using GroupNorm = InstructionOf<Opcode::group_norm, row, same_row, row, same_row>;
   const auto is_read_in_vectors = [](const Program::Operand& operand) { return operand.stride[0] != 0; };
   return fits_across_rows(program, n, is_read_in_vectors) &&
-         (start_norm_and_table<T, n, Spread::row, BatchNorm>(program, stream) ||
-          start_norm_and_table<T, n, Spread::anywhere, BatchNorm>(program, stream) ||
-          start_norm_of_rows<T, n, Spread::anywhere, BatchNorm>(program, stream) ||
-          start_norm_and_table<T, n, Spread::row, GroupNorm>(program, stream) ||
-          start_norm_of_rows<T, n, Spread::row, GroupNorm>(program, stream) ||
-          start_norm_and_table<T, n, Spread::anywhere, GroupNorm>(program, stream) ||
+         (start_norm_and_table<T, n, Spread::row, three, BatchNorm>(program, stream) ||
+          start_norm_and_table<T, n, Spread::anywhere, three, BatchNorm>(program, stream) ||
+          start_norm_of_rows<T, n, Spread::row, three, BatchNorm>(program, stream) ||
+          start_norm_of_rows<T, n, Spread::anywhere, three, BatchNorm>(program, stream) ||
+          start_norm_and_table<T, n, Spread::row, more, GroupNorm>(program, stream) ||
+          start_norm_of_rows<T, n, Spread::row, more, GroupNorm>(program, stream) ||
+          start_norm_and_table<T, n, Spread::anywhere, more, GroupNorm>(program, stream) ||
           start_one_of<
               T, n, FormOfRows<2, more, Spread::anywhere, LoadAny, GroupNorm>,
               FormOfRows<2, more, Spread::anywhere, Load, GroupNorm, Clamp>>(program, stream));
@@ -110,18 +114,18 @@ bool start_common(const Program& program, Stream stream) {
   return start_norm_of_columns<T, n, InstructionOf<Opcode::batch_norm, column, column, column, column>>(program, stream) ||
          start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column, column>>(program, stream) ||
          start_one_of<
-             T, n, Form<2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
+             T, n, Form<n == 8 ? 4 : 2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
              Form<2, more, LoadAnywhere, LayerNorm>,  // transposed for attention
              Form<2, two, Load, InstructionOf<Opcode::layer_norm, row, same_row, half_column, half_column>>,
              Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
              Form<1, two, LoadAny, Multiply<row>, Multiply<column>>,
              Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
-             Form<4, two, Load, LookUp, Multiply<dense>>,                    // SwiGLU
-             Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,              // the same of one tensor's halves
-             Form<4, two, Load, LookUp, Multiply<number>>,                   // scaled, as in nets without norms
-             Form<4, two, Load, Multiply<number>, LookUp, Multiply<dense>>,  // quick GELU
-             Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,              // repeated by upsampling
-             Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,        // scaled residuals
+             Form<4, two, Load, LookUp, Multiply<dense>>,                              // SwiGLU
+             Form<4, two, InstructionOf<Opcode::load, gate>, LookUp, Multiply<gate>>,  // the same of one tensor's halves
+             Form<4, two, Load, LookUp, Multiply<number>>,                             // scaled, as in nets without norms
+             Form<2, two, Load, Multiply<number>, LookUp, Multiply<dense>>,            // quick GELU
+             Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                        // repeated by upsampling
+             Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                  // scaled residuals
              Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
              Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
              Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,

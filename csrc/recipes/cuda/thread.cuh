@@ -20,14 +20,18 @@ struct Launch {
   bool is_dense[Program::kMaxOperands];  // whether it lies as the output does, for the interpreter
 };
 
+// A form's thread first fetches all that its vectors need, so that it waits for memory once, and then computes one after the
+// other, so that few registers hold numbers at a time. What tables have for the vectors is looked up at once, too.
 template <class T, int n, class Form>
 class Thread {
  public:
-  __device__ Thread(const Launch& launch, int64_t row, int64_t place)
-      : launch_(launch), program_(launch.program), inner_(place * n) {
+  using Index = std::conditional_t<Form::has_few_elements, int32_t, int64_t>;
+
+  __device__ Thread(const Launch& launch, Index row, Index place)
+      : launch_(launch), program_(launch.program), first_(Form::spread == Spread::columns ? row : place), inner_(place * n) {
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
-      int64_t i = (Form::spread == Spread::columns ? row : place) + u * launch.distance;
+      Index i = vector(u);
       if constexpr (Form::spread == Spread::columns) {
         i = min(i, launch.count - 1);
         dense_[u] = i * program_.size[0] + inner_;
@@ -35,13 +39,15 @@ class Thread {
         dense_[u] = row * program_.size[0] + i * n;
         i = row;
       } else {
-        dense_[u] = min(i, launch.count - 1) * n;
-        int64_t within = dense_[u];
+        dense_[u] = min(i, static_cast<Index>(launch.count) - 1) * n;
+        Index within = dense_[u];
         i = launch.size[0].divide(&within);
-        rest_[u] = static_cast<int>(min(int64_t{n}, program_.size[0] - within));
+        rest_[u] = static_cast<int>(min(Index{n}, static_cast<Index>(program_.size[0]) - within));
+        if (rest_[u] < n) {
+          find_row(i + 1, next_[u]);
+        }
         if constexpr (!Form::is_known) {
           inner_ = within;
-          find_row(i + 1, next_);
         }
       }
       find_row(i, outer_[u]);
@@ -50,28 +56,37 @@ class Thread {
 
   __device__ void run() {
     if constexpr (Form::is_known) {
-      run_instructions(std::make_integer_sequence<int, Form::instructions>());
+      fetch_all(std::make_integer_sequence<int, Form::instructions>());
+      constexpr int table = Form::table(), end = Form::instructions, rest = table == end ? 0 : table + 1;
+      if constexpr (rest > 0) {
+        run_part<0, table>();
+        run_part<table, rest>();
+      }
+#pragma unroll
+      for (int u = 0; u < Form::vectors; ++u) {
+        run_instructions<rest>(u, std::make_integer_sequence<int, end - rest>());
+        store_vector(u);
+      }
     } else {
       for (int k = 0; k < program_.instructions; ++k) {
-        with_opcode(program_.instruction[k].opcode, [&](auto opcode) { run_instruction<opcode.value>(k); });
+        with_opcode(program_.instruction[k].opcode, [&](auto opcode) { run_instruction<opcode.value>(k, 0); });
       }
+      store_vector(0);
     }
   }
 
-  __device__ void store_vector(int u) const {
-    store<T>(x_[u], Form::is_known ? own : program_.element, dense_[u], program_.output);
-  }
-
  private:
-  using Row = int64_t[Form::dims - 1];
+  using Row = Index[Form::dims - 1];
+
+  __device__ Index vector(int u) const { return first_ + u * static_cast<Index>(launch_.distance); }
 
   // Row i's place in each dimension but the innermost.
-  __device__ void find_row(int64_t i, Row& row) const {
+  __device__ void find_row(Index i, Row& row) const {
 #pragma unroll
     for (int dim = 1; dim < Form::dims; ++dim) {
       row[dim - 1] = i;
       if (dim + 1 < Form::dims && dim + 1 < program_.dims) {
-        const int64_t next = launch_.size[dim].divide(&i);
+        const Index next = launch_.size[dim].divide(&i);
         row[dim - 1] = i;
         i = next;
       } else {
@@ -80,87 +95,127 @@ class Thread {
     }
   }
 
+  __device__ void store_vector(int u) const {
+    if (Form::spread == Spread::row || vector(u) < launch_.count) {
+      store<T>(x_[u], Form::is_known ? own : program_.element, dense_[u], program_.output);
+    }
+  }
+
+  // Runs the instructions from `first` up to `last` for one vector after the other.
+  template <int first, int last>
+  __device__ void run_part() {
+#pragma unroll
+    for (int u = 0; u < Form::vectors; ++u) {
+      run_instructions<first>(u, std::make_integer_sequence<int, last - first>());
+    }
+  }
+
+  template <int first, int... ks>
+  __device__ void run_instructions(int u, std::integer_sequence<int, ks...>) {
+    (run_instruction<Form::opcode(first + ks)>(first + ks, u), ...);
+  }
+
   template <int... ks>
-  __device__ void run_instructions(std::integer_sequence<int, ks...>) {
-    (run_instruction<Form::opcode(ks)>(ks), ...);
+  __device__ void fetch_all(std::integer_sequence<int, ks...>) {
+    (fetch_for<Form::opcode(ks)>(ks), ...);
+  }
+
+  // Fetches what an instruction of a form reads.
+  template <Opcode opcode>
+  __device__ void fetch_for(int k) {
+    Index here[Form::vectors] = {}, next[Form::vectors] = {};  // offsets of what is the same in all of a row
+#pragma unroll
+    for (int r = 0; r < references_of(opcode); ++r) {
+      const Layout of = layout(k, r);
+      if (of == Layout::number || of == Layout::stash || of == Layout::table) {
+        continue;
+      }
+      const auto& from = operand(k, r);
+#pragma unroll
+      for (int u = 0; u < (is_shared(k, r) ? 1 : Form::vectors); ++u) {
+        uint32_t (&words)[n] = words_[k][r][u];
+        if (!is_of_row(k, r)) {
+          fetch(from.data, element(k, r), of == Layout::any && from.stride[0] == 0, offset_of(k, r, u), words);
+          continue;
+        }
+        here[u] = of == Layout::same_row ? here[u] : offset_of(from, 0, outer_[u]);
+        fetch_one(k, r, here[u], words[kHere]);
+        if (Form::spread == Spread::anywhere && rest_[u] < n) {
+          next[u] = of == Layout::same_row ? next[u] : offset_of(from, 0, next_[u]);
+          fetch_one(k, r, next[u], words[kNext]);
+        }
+      }
+    }
+  }
+
+  __device__ void fetch_one(int k, int r, Index offset, uint32_t& to) {
+    uint32_t one[1];
+    fetch(operand(k, r).data, element(k, r), true, offset, one);
+    to = one[0];
   }
 
   template <Opcode opcode>
-  __device__ void run_instruction(int k) {
+  __device__ void run_instruction(int k, int u) {
     if constexpr (opcode == Opcode::look_up) {
-      look_up(static_cast<const uint16_t*>(operand(k, 0).data));
+      look_up(u, static_cast<const uint16_t*>(operand(k, 0).data));
     } else if constexpr (opcode == Opcode::gradient) {
-      differentiate(k, static_cast<const float2*>(operand(k, 1).data));
+      differentiate(k, u, static_cast<const float2*>(operand(k, 1).data));
     } else if constexpr (opcode == Opcode::stash) {
-#pragma unroll
-      for (int i = 0; i < Form::vectors * n; ++i) {
-        stashed_[i / n][i % n] = x_[i / n][i % n];
-      }
+      copy(x_[u], stashed_[u]);
     } else if constexpr (!is_norm(opcode)) {
-      apply_with<opcode, opcode == Opcode::clamp ? 1 : n, 1>(k);
+      apply_with<opcode, opcode == Opcode::clamp ? 1 : n, 1>(k, u);
     } else if (is_one(k, 0) && is_one(k, 1)) {
-      is_one(k, 2) && is_one(k, 3) ? apply_with<opcode, 1, 1>(k) : apply_with<opcode, 1, n>(k);
+      is_one(k, 2) && is_one(k, 3) ? apply_with<opcode, 1, 1>(k, u) : apply_with<opcode, 1, n>(k, u);
     } else {
-      apply_with<opcode, n, n>(k);
+      apply_with<opcode, n, n>(k, u);
     }
-    if (program_.instruction[k].rounded_to != Element::float32) {
-#pragma unroll
-      for (int u = 0; u < Form::vectors; ++u) {
-        Pairs<n> pairs;
-        pack<T>(x_[u], pairs);
-        unpack<T>(pairs, x_[u]);
-      }
+    if (!is_rounded_next(k) && program_.instruction[k].rounded_to != Element::float32) {
+      Pairs<n> pairs;
+      pack<T>(x_[u], pairs);
+      unpack<T>(pairs, x_[u]);
     }
+  }
+
+  // Whether what follows instruction k of a form rounds the numbers to the half type anyway: a table, or the output.
+  __device__ static bool is_rounded_next(int k) {
+    if constexpr (Form::is_known && own != Element::float32) {
+      return k + 1 == Form::instructions || k + 1 == Form::table();
+    }
+    return false;
   }
 
   // `first` elements of the first two references and `last` of the others: n, or one that is all of them.
   template <Opcode opcode, int first, int last>
-  __device__ void apply_with(int k) {
+  __device__ void apply_with(int k, int u) {
     constexpr int references = references_of(opcode);
-    float a[Form::vectors][first] = {}, b[Form::vectors][first] = {}, c[Form::vectors][last] = {}, d[Form::vectors][last] = {};
-    read<0 < references>(k, 0, a);
-    read<1 < references>(k, 1, b);
-    read<2 < references>(k, 2, c);
-    read<3 < references>(k, 3, d);
+    float a[first] = {}, b[first] = {}, c[last] = {}, d[last] = {};
+    read<0 < references>(k, 0, u, a);
+    read<1 < references>(k, 1, u, b);
+    read<2 < references>(k, 2, u, c);
+    read<3 < references>(k, 3, u, d);
+    float next[Instruction::kMaxReferences] = {};
+    const bool may_cross = Form::spread == Spread::anywhere && is_of_row(k, 0);
+    if (may_cross) {
 #pragma unroll
-    for (int u = 0; u < Form::vectors; ++u) {
-      if constexpr (Form::is_known && Form::spread == Spread::anywhere) {
-        if (is_of_row(k, 0) && rest_[u] < n) {
-          apply_to_two_rows<opcode>(k, u, a[u][0], b[u][0], c[u][0], d[u][0]);
-          continue;
-        }
+      for (int r = 0; r < references; ++r) {
+        next[r] = one_of(words_[k][r][u][kNext], element(k, r));
       }
-#pragma unroll
-      for (int i = 0; i < n; ++i) {
-        x_[u][i] = apply<opcode>(x_[u][i], a[u][i % first], b[u][i % first], c[u][i % last], d[u][i % last]);
-      }
-    }
-  }
-
-  // Applies it to a vector that crosses the end of a row: a, b, c and d are the first row's, and the next row's are read here.
-  template <Opcode opcode>
-  __device__ void apply_to_two_rows(int k, int u, float a, float b, float c, float d) {
-    constexpr int references = references_of(opcode);
-    Row row;
-    int64_t place = dense_[u] + n - 1;
-    find_row(launch_.size[0].divide(&place), row);
-    float next[Instruction::kMaxReferences][1] = {};
-    int64_t offset = 0;
-#pragma unroll
-    for (int r = 0; r < references; ++r) {
-      offset = layout(k, r) == Layout::same_row ? offset : offset_of(operand(k, r), 0, row);
-      load<T>(operand(k, r).data, layout(k, r) == Layout::gate ? own : Element::float32, true, offset, next[r]);
     }
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      const bool is_next = i >= rest_[u];
-      x_[u][i] = apply<opcode>(
-          x_[u][i], is_next ? next[0][0] : a, is_next ? next[1][0] : b, is_next ? next[2][0] : c, is_next ? next[3][0] : d);
+      const float x = x_[u][i];
+      x_[u][i] = apply<opcode>(x, a[i % first], b[i % first], c[i % last], d[i % last]);
+      if (may_cross) {
+        x_[u][i] = i < rest_[u] ? x_[u][i] : apply<opcode>(x, next[0], next[1], next[2], next[3]);
+      }
     }
   }
 
   // The output's dtype in a form; bfloat16 stands for T.
   static constexpr Element own = n == 8 ? Element::bfloat16 : Element::float32;
+
+  // Of the words of what is the same in all of a row: the one for a vector's row, and for the row after it.
+  static constexpr int kHere = 0, kNext = 1;
 
   __device__ static bool is_column(Layout layout) { return layout == Layout::column || layout == Layout::half_column; }
 
@@ -175,10 +230,34 @@ class Thread {
     return Layout::any;
   }
 
+  // Of what a form's instruction reads from memory.
+  __device__ Element element(int k, int r) const {
+    switch (layout(k, r)) {
+      case Layout::dense:
+      case Layout::gate:
+        return own;
+      case Layout::half_column:
+        return Element::bfloat16;  // stands for T
+      case Layout::bits:
+        return Element::bit;
+      case Layout::dense_any:
+        return operand(k, r).element == Element::float32 ? Element::float32 : Element::bfloat16;
+      case Layout::any:
+        return operand(k, r).element;
+      default:
+        return Element::float32;
+    }
+  }
+
   // Whether it is the same for all of a row.
   __device__ static bool is_of_row(int k, int r) {
     const Layout of = layout(k, r);
     return of == Layout::row || of == Layout::same_row || (of == Layout::gate && Form::spread != Spread::columns);
+  }
+
+  // Whether it is the same for all vectors of a form.
+  __device__ static bool is_shared(int k, int r) {
+    return is_column(layout(k, r)) || (Form::spread == Spread::row && is_of_row(k, r));
   }
 
   // Whether it is the same for all of a vector, or for what is of one row.
@@ -191,76 +270,53 @@ class Thread {
     }
   }
 
-  // Reads instruction k's r-th reference, for all vectors: the first use of one waits for it.
+  __device__ static float one_of(uint32_t word, Element element) {
+    float result[1];
+    convert<T>({word}, element, result);
+    return result[0];
+  }
+
+  // Reads instruction k's r-th reference for vector u: of a form, what was fetched.
   template <bool is_read, int size>
-  __device__ void read(int k, int r, float (&to)[Form::vectors][size]) {
+  __device__ void read(int k, int r, int u, float (&to)[size]) {
     if constexpr (!is_read) {
       return;
-    } else if constexpr (!Form::is_known) {
-      read_vector(k, r, reference(k, r).operand < 0 ? Element::float32 : operand(k, r).element, 0, to[0]);
-    } else {
-      constexpr Element half = Element::bfloat16;  // stands for T
-      switch (layout(k, r)) {
-        case Layout::dense:
-        case Layout::gate:
-          return read_as(k, r, own, to);
-        case Layout::half_column:
-          return read_as(k, r, half, to);
-        case Layout::bits:
-          return read_as(k, r, Element::bit, to);
-        case Layout::dense_any:
-          return operand(k, r).element == Element::float32 ? read_as(k, r, Element::float32, to) : read_as(k, r, half, to);
-        case Layout::any:
-          return read_as(k, r, operand(k, r).element, to);
-        default:
-          return read_as(k, r, Element::float32, to);
-      }
-    }
-  }
-
-  template <int size>
-  __device__ void read_as(int k, int r, Element element, float (&to)[Form::vectors][size]) {
-    const Layout of = layout(k, r);
-    const bool is_shared = is_column(of) || of == Layout::number || (Form::spread == Spread::row && is_one(k, r));
-#pragma unroll
-    for (int u = 0; u < Form::vectors; ++u) {
-      if (u > 0 && is_shared) {
-        copy(to[0], to[u]);
-      } else {
-        read_vector(k, r, element, u, to[u]);
-      }
-    }
-  }
-
-  template <int size>
-  __device__ void read_vector(int k, int r, Element element, int u, float (&to)[size]) {
-    if (Form::is_known ? layout(k, r) == Layout::number : reference(k, r).operand == Reference::kNumber) {
+    } else if (Form::is_known ? layout(k, r) == Layout::number : reference(k, r).operand == Reference::kNumber) {
       fill(reference(k, r).number, to);
     } else if (Form::is_known ? layout(k, r) == Layout::stash : reference(k, r).operand == Reference::kStash) {
       copy(stashed_[u], to);
+    } else if constexpr (!Form::is_known) {
+      read_operand(operand(k, r), launch_.is_dense[reference(k, r).operand], to);
     } else {
-      const auto& of = operand(k, r);
-      if constexpr (!Form::is_known) {
-        if (launch_.is_dense[reference(k, r).operand]) {
-          return load<T>(of.data, element, false, dense_[u], to);
-        }
-        if constexpr (Form::spread == Spread::anywhere) {
-          return read_across_rows(of, element, to);
-        }
+      const uint32_t (&words)[n] = words_[k][r][is_shared(k, r) ? 0 : u];
+      if (is_of_row(k, r)) {
+        fill(one_of(words[kHere], element(k, r)), to);
+      } else if constexpr (size == n) {
+        convert<T>(words, element(k, r), to);
       }
-      const bool is_one_element = is_one(k, r) || (layout(k, r) == Layout::any && of.stride[0] == 0);
-      load<T>(of.data, element, is_one_element, offset_of(k, r, u), to);
+    }
+  }
+
+  template <int size>
+  __device__ void read_operand(const Program::Operand& of, bool is_dense, float (&to)[size]) const {
+    if (is_dense) {
+      load<T>(of.data, of.element, false, dense_[0], to);
+    } else if constexpr (Form::spread == Spread::anywhere) {
+      read_across_rows(of, to);
+    } else {
+      load<T>(of.data, of.element, of.stride[0] == 0, offset_of(of, inner_, outer_[0]), to);
     }
   }
 
   // Reads what doesn't lie as the output does for a vector that may cross the end of a row.
   template <int size>
-  __device__ void read_across_rows(const Program::Operand& of, Element element, float (&to)[size]) const {
-    const int64_t here = offset_of(of, inner_, outer_[0]), next = offset_of(of, -rest_[0], next_);
+  __device__ void read_across_rows(const Program::Operand& of, float (&to)[size]) const {
+    const Index here = offset_of(of, inner_, outer_[0]);
+    const Index next = rest_[0] < n ? offset_of(of, -rest_[0], next_[0]) : here;
     if (of.stride[0] == 0) {
       float first[1], second[1];
-      load<T>(of.data, element, true, here, first);
-      load<T>(of.data, element, true, rest_[0] < n ? next : here, second);
+      load<T>(of.data, of.element, true, here, first);
+      load<T>(of.data, of.element, true, next, second);
 #pragma unroll
       for (int i = 0; i < size; ++i) {
         to[i] = i < rest_[0] ? first[0] : second[0];
@@ -270,13 +326,13 @@ class Thread {
 #pragma unroll
     for (int i = 0; i < size; ++i) {
       float one[1];
-      load<T>(of.data, element, true, (i < rest_[0] ? here : next) + i * of.stride[0], one);
+      load<T>(of.data, of.element, true, (i < rest_[0] ? here : next) + i * of.stride[0], one);
       to[i] = one[0];
     }
   }
 
-  // Where vector u is in an operand.
-  __device__ int64_t offset_of(int k, int r, int u) {
+  // Where vector u is in what a form's instruction reads, if that isn't the same in all of a row.
+  __device__ Index offset_of(int k, int r, int u) const {
     switch (layout(k, r)) {
       case Layout::dense:
       case Layout::dense_any:
@@ -285,19 +341,17 @@ class Thread {
       case Layout::column:
       case Layout::half_column:
         return inner_;
-      case Layout::same_row:
-        return offset_[u];
       default:
-        return offset_[u] = offset_of(operand(k, r), inner_, outer_[u]);
+        return offset_of(operand(k, r), inner_, outer_[u]);
     }
   }
 
-  __device__ int64_t offset_of(const Program::Operand& operand, int64_t inner, const Row& row) const {
-    int64_t offset = inner * operand.stride[0];
+  __device__ Index offset_of(const Program::Operand& operand, Index inner, const Row& row) const {
+    Index offset = inner * static_cast<Index>(operand.stride[0]);
 #pragma unroll
     for (int dim = 1; dim < Form::dims; ++dim) {
       if (dim == 1 || dim < program_.dims) {
-        offset += row[dim - 1] * operand.stride[dim];
+        offset += row[dim - 1] * static_cast<Index>(operand.stride[dim]);
       }
     }
     return offset;
@@ -311,50 +365,44 @@ class Thread {
     }
   }
 
-  template <int from_size, int size>
-  __device__ static void copy(const float (&from)[from_size], float (&to)[size]) {
+  template <int size>
+  __device__ static void copy(const float (&from)[n], float (&to)[size]) {
 #pragma unroll
     for (int i = 0; i < size; ++i) {
       to[i] = from[i];
     }
   }
 
-  __device__ void look_up(const uint16_t* table) {
+  __device__ void look_up(int u, const uint16_t* table) {
+    Pairs<n> pairs;
+    pack<T>(x_[u], pairs);
 #pragma unroll
-    for (int u = 0; u < Form::vectors; ++u) {
-      Pairs<n> pairs;
-      pack<T>(x_[u], pairs);
-#pragma unroll
-      for (int i = 0; i < n; i += 2) {
-        const uint32_t low = __ldg(table + (pairs[i / 2] & 0xffff));
-        const uint32_t high = i + 1 < n ? __ldg(table + (pairs[i / 2] >> 16)) : 0;
-        pairs[i / 2] = low | high << 16;
-      }
-      unpack<T>(pairs, x_[u]);
+    for (int i = 0; i < n; i += 2) {
+      const uint32_t low = __ldg(table + (pairs[i / 2] & 0xffff));
+      const uint32_t high = i + 1 < n ? __ldg(table + (pairs[i / 2] >> 16)) : 0;
+      pairs[i / 2] = low | high << 16;
     }
+    unpack<T>(pairs, x_[u]);
   }
 
-  __device__ void differentiate(int k, const float2* factors) {
-    float grad[Form::vectors][n];
-    read<true>(k, 0, grad);
+  __device__ void differentiate(int k, int u, const float2* factors) {
+    float grad[n];
+    read<true>(k, 0, u, grad);
+    Pairs<n> pairs;
+    pack<T>(x_[u], pairs);
 #pragma unroll
-    for (int u = 0; u < Form::vectors; ++u) {
-      Pairs<n> pairs;
-      pack<T>(x_[u], pairs);
-#pragma unroll
-      for (int i = 0; i < n; ++i) {
-        const float2 of_number = __ldg(factors + (pairs[i / 2] >> (i % 2 * 16) & 0xffff));
-        x_[u][i] = scaled(grad[u][i], of_number.x, of_number.y);
-      }
+    for (int i = 0; i < n; ++i) {
+      const float2 of_number = __ldg(factors + (pairs[i / 2] >> (i % 2 * 16) & 0xffff));
+      x_[u][i] = scaled(grad[i], of_number.x, of_number.y);
     }
   }
 
   const Launch& launch_;
   const Program& program_;
-  int64_t inner_, dense_[Form::vectors], offset_[Form::vectors];
-  Row outer_[Form::vectors];
-  Row next_;                 // the row after the vector's; of an interpreted program's Spread::anywhere
-  int rest_[Form::vectors];  // how many of a vector's elements are of its first row; of Spread::anywhere
+  Index first_, inner_, dense_[Form::vectors];
+  Row outer_[Form::vectors], next_[Form::vectors];  // of Spread::anywhere the row after it, if the vector crosses its end
+  int rest_[Form::vectors];                         // how many of a vector's elements are of its first row; of Spread::anywhere
+  uint32_t words_[Form::instructions][Instruction::kMaxReferences][Form::vectors][n];  // as fetched; of a form
   float x_[Form::vectors][n], stashed_[Form::vectors][n];
 };
 

@@ -71,21 +71,16 @@ __device__ void move(const void* from, void* to) {
   }
 }
 
-// Reads n elements, or one that is all of them. T is the half type of the program.
-template <class T, int n>
-__device__ void load(const void* data, Element element, bool is_one, int64_t offset, float (&to)[n]) {
-  if (element == Element::bit) {
-    const unsigned int byte = static_cast<const uint8_t*>(data)[offset / kMaskBits] >> (offset % kMaskBits);
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      to[i] = static_cast<float>(byte >> i & 1);
-    }
-    return;
-  }
-  const auto* words = static_cast<const float*>(data) + offset;
+// Reads n elements as they are in memory, or one that is all of them.
+template <int n>
+__device__ void fetch(const void* data, Element element, bool is_one, int64_t offset, uint32_t (&to)[n]) {
+  const auto* bytes = static_cast<const uint8_t*>(data);
+  const auto* words = static_cast<const uint32_t*>(data) + offset;
   const auto* halves = static_cast<const uint16_t*>(data) + offset;
-  if (n == 1 || is_one) {
-    const float one = element == Element::float32 ? *words : unpack<T>(*halves).x;
+  if (element == Element::bit) {
+    to[0] = bytes[offset / kMaskBits] >> (offset % kMaskBits);
+  } else if (n == 1 || is_one) {
+    const uint32_t one = element == Element::float32 ? *words : *halves * 0x10001u;
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       to[i] = one;
@@ -93,9 +88,42 @@ __device__ void load(const void* data, Element element, bool is_one, int64_t off
   } else if (element == Element::float32) {
     move<n>(words, to);
   } else {
+    move<(n + 1) / 2>(halves, to);
+  }
+}
+
+// What was fetched, as numbers. T is the half type of the program.
+template <class T, int n>
+__device__ void convert(const uint32_t (&from)[n], Element element, float (&to)[n]) {
+  if (element != Element::float32 && element != Element::bit) {
     Pairs<n> pairs;
-    move<(n + 1) / 2>(halves, pairs);
-    unpack<T>(pairs, to);
+#pragma unroll
+    for (int i = 0; i < (n + 1) / 2; ++i) {
+      pairs[i] = from[i];
+    }
+    return unpack<T>(pairs, to);
+  }
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    to[i] = element == Element::bit ? static_cast<float>(from[0] >> i & 1) : __uint_as_float(from[i]);
+  }
+}
+
+// Both, in one branch: words that wait for a second one would take the interpreter hundreds of registers.
+template <class T, int n>
+__device__ void load(const void* data, Element element, bool is_one, int64_t offset, float (&to)[n]) {
+  const auto load_as = [&](Element known) {
+    uint32_t words[n];
+    fetch(data, known, is_one, offset, words);
+    convert<T>(words, known, to);
+  };
+  switch (element) {
+    case Element::bit:
+      return load_as(Element::bit);
+    case Element::float32:
+      return load_as(Element::float32);
+    default:
+      return load_as(Element::bfloat16);  // stands for T
   }
 }
 
