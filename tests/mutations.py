@@ -175,7 +175,7 @@ ON = {
         Mutant("no zeros at the end", CUDA_BATCH_NORM, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
         Mutant("a norm that others read", ANSWERS, "next.use_count() == (has_saved ? 3 : 2) && ", ""),
-        Mutant("a hook that comes during the pass", ANSWERS, " && python.ref_count() == 1", ""),
+        Mutant("a hook that comes during the pass", ANSWERS, " && python.ref_count() == kHoldersOfWrapper", ""),
         Mutant("hooks miss a gradient", ANSWERS, "node.pre_hooks().size() > 1 || node.post_hooks().size() > 1", "false"),
         Mutant("hooks on the norm's output", ANSWERS, "next.tensor_pre_hooks().empty() && ", ""),
         Mutant(

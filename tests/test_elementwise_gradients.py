@@ -194,6 +194,25 @@ def test_a_cast_before_is_in_the_pass(device):
     assert before["ToCopyBackward0"] == 1 and after["ToCopyBackward0"] == 0
 
 
+def test_a_hook_that_comes_while_the_pass_is_on_its_way(device):
+    net = Net(torch.pow, (64, 96), BF16, BF16, of_output=torch.float32, device=device)
+
+    def gradients(scope):
+        seen = []
+        with scope:
+            wide = (net.operand(net.x) + net.operand(net.y)).float()
+            cast, between = wide.grad_fn, net.x * 2  # runs between the power and the cast
+            loss = F.leaky_relu(torch.pow(wide, 3.0) * net.grad, 0.5).sum() + between.sum()
+        del wide
+        between.grad_fn.register_prehook(lambda _: cast.register_prehook(lambda grads: seen.append(grads[0])) and None)
+        return [*torch.autograd.grad(loss, net.leaves()), *seen]
+
+    expected = gradients(torch.enable_grad())
+    for _ in range(3):
+        found = gradients(recompute())
+        assert len(found) == len(expected) and all(map(is_identical, found, expected))
+
+
 def test_a_cast_that_others_have_adds_up_in_float32(device):
     def op(x, y):
         wide = (x * 2.0).float()

@@ -9,7 +9,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
+#include <type_traits>
 
 #include "../dispatch.h"
 #include "../dtypes.h"
@@ -21,13 +23,16 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
+// How many hold a node's wrapper once it was asked for: who asked, and the node itself where nodes count their own references.
+constexpr int kHoldersOfWrapper = std::is_same_v<NodePointer, std::shared_ptr<Node>> ? 1 : 2;
+
 // Whether a node alone holds the next one: no tensor, no other node, no pass that begins or ends there, nor Python, which could
 // add a hook during the pass. The node does by its edge, and by what it has saved.
 bool is_only_reader(const Node& node, bool has_saved) {
   const NodePointer& next = node.next_edge(0).function;
   const py::gil_scoped_acquire gil;
   const py::object python = wrapped(next);  // holds it as well; there may have been one already
-  return next.use_count() == (has_saved ? 3 : 2) && python.ref_count() == 1;
+  return next.use_count() == (has_saved ? 3 : 2) && python.ref_count() == kHoldersOfWrapper;
 }
 
 }  // namespace
