@@ -84,7 +84,7 @@ class Divisor {
     return quotient;
   }
 
-  // The same if n was below 2^31, with fewer instructions.
+  // With fewer instructions, for an n below 2^31 only.
   __device__ int32_t divide(int32_t* i) const {
     const auto quotient = static_cast<int32_t>((static_cast<uint64_t>(*i) * reciprocal_) >> (31 + shift_));
     *i -= quotient * static_cast<int32_t>(divisor_);

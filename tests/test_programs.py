@@ -215,6 +215,32 @@ class Residual(nn.Module):
         return F.relu(self.norm(self.conv(x)) + (x if self.shortcut is None else self.shortcut(x)))
 
 
+class ScaledResidual(Residual):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return F.relu(y * self.scale(y) + x)
+
+
+class Gate(nn.Module):
+    """Squeeze-and-excitation's."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        return self.fc(x.mean((2, 3), keepdim=True)).sigmoid()
+
+
+class StochasticDepth(nn.Module):
+    def forward(self, x):
+        return x.new_empty(len(x), 1, 1, 1).bernoulli_(0.7).div_(0.7)
+
+
 class Swiglu(nn.Module):
     def __init__(self):
         super().__init__()
@@ -222,6 +248,16 @@ class Swiglu(nn.Module):
 
     def forward(self, x):
         return F.silu(self.gate(x)) * self.up(x)
+
+
+class SwigluOfHalves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 32)
+
+    def forward(self, x):
+        gate, up = self.fc(x).chunk(2, -1)
+        return F.silu(gate) * up
 
 
 class NewGelu(nn.Module):
@@ -275,6 +311,8 @@ CHAINS = {
     "batch norm, gate": Gated,
     "residual": Residual,
     "residuals": lambda: nn.Sequential(Residual(), Residual(), Residual()),
+    "gate, residual": lambda: ScaledResidual(Gate()),
+    "stochastic depth, residual": lambda: ScaledResidual(StochasticDepth()),
     "two norms": lambda: Residual(nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))),
     "group norm, silu": lambda: nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU()),
     "group norm, relu": lambda: nn.Sequential(nn.GroupNorm(2, 16), nn.ReLU(inplace=True)),
@@ -284,6 +322,7 @@ CHAINS = {
     "layer norm, transposed": Transposed,
     "rms norm": lambda: Rows(RmsNorm()),
     "swiglu": lambda: Rows(Swiglu()),
+    "swiglu of halves": lambda: Rows(SwigluOfHalves()),
     "new gelu": lambda: Rows(nn.Linear(16, 16), NewGelu()),
     "dropout": lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3)),
     "dropout, residual": lambda: Rows(nn.Linear(16, 16), nn.Dropout(0.3), nn.LayerNorm(16)),

@@ -23,11 +23,11 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// How many hold a node's wrapper once it was asked for: who asked, and the node itself where nodes count their own references.
+// How many hold a node's wrapper while we do: we, and since PyTorch 2.13, whose nodes keep their wrappers alive, the node.
 constexpr int kHoldersOfWrapper = std::is_same_v<NodePointer, std::shared_ptr<Node>> ? 1 : 2;
 
-// Whether a node alone holds the next one: no tensor, no other node, no pass that begins or ends there, nor Python, which could
-// add a hook during the pass. The node does by its edge, and by what it has saved.
+// Whether a node alone holds the next one: no tensor, no other node, no pass that begins or ends there, nor a wrapper in
+// Python, which could add a hook during the pass. The node does by its edge, and by what it has saved.
 bool is_only_reader(const Node& node, bool has_saved) {
   const NodePointer& next = node.next_edge(0).function;
   const py::gil_scoped_acquire gil;

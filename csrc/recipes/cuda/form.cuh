@@ -19,7 +19,7 @@ enum class Layout : uint8_t {
   half_column,  // the same in all rows, in the half type
   row,          // the same in all of a row, in float32
   same_row,     // where the reference before it is, in float32
-  gate,         // in the output's dtype: for Spread::columns in vectors, otherwise the same in all of a row
+  gate,  // in the output's dtype: for Spread::columns in vectors, whose rows may be apart, otherwise the same in all of a row
   any,
   table,  // not of the output's elements
 };
@@ -44,7 +44,7 @@ enum class Spread : uint8_t {
 // The instructions of a program of at most so many dimensions, and how many vectors a thread has.
 template <int vectors_, int dims_, class... Instructions>
 struct Form {
-  static constexpr bool is_known = true, has_few_elements = false;
+  static constexpr bool is_known = true, needs_few_elements = false;
   static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = vectors_, dims = dims_, instructions = sizeof...(Instructions);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
@@ -58,7 +58,7 @@ struct Form {
     return all[k];
   }
 
-  // The instruction that reads a table, if one does.
+  // The instruction that reads a table, or the end if none does.
   FASTACT_HOST_DEVICE static constexpr int table() {
     int k = 0;
     while (k < instructions && opcode(k) != Opcode::look_up && opcode(k) != Opcode::gradient) {
@@ -77,14 +77,15 @@ struct Form {
 template <int vectors, int dims, Spread spread_, class... Instructions>
 struct FormOfRows : Form<vectors, dims, Instructions...> {
   static constexpr Spread spread = spread_;
-  static constexpr bool has_few_elements = spread == Spread::anywhere;  // with 32-bit indices, which are divided faster
+  // Such indices have 32 bits, since each vector divides several; the interpreter serves what is larger.
+  static constexpr bool needs_few_elements = spread == Spread::anywhere;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int blocks = 1;  // for more ptxas would spill registers of one of them on sm_80
 #endif
 };
 
 struct Interpreted {
-  static constexpr bool is_known = false, has_few_elements = false;
+  static constexpr bool is_known = false, needs_few_elements = false;
   static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = 1, dims = Program::kMaxDims, instructions = 1;
   static constexpr int blocks = 1;  // or ptxas would spill registers for more
@@ -160,7 +161,7 @@ template <int n, class Form>
 bool has_form(const Program& program) {
   if (program.instructions != Form::instructions || program.dims > Form::dims ||
       (Form::spread == Spread::row && program.size[0] % (Form::vectors * n) != 0) ||
-      (Form::has_few_elements && !has_few_elements(program))) {
+      (Form::needs_few_elements && !has_few_elements(program))) {
     return false;
   }
   for (int k = 0; k < program.instructions; ++k) {

@@ -40,7 +40,7 @@ using Multiply = InstructionOf<Opcode::multiply, layout>;
 template <class T, int n, class Norm>
 bool start_norm_of_columns(const Program& program, Stream stream) {
   if constexpr (n == 8) {
-    // Tables of numbers are read faster for four vectors at once, those of a gradient's factors for two.
+    // Four vectors hide more of the wait for a table than two. A gradient's factors take four times the registers.
     if (start_one_of<
             T, n, Form<4, two, Load, Norm, LookUp>, Form<4, three, Load, Norm, LookUp, Multiply<gate>>,
             Form<4, two, Load, Norm, LookUp, Multiply<dense>>, Form<2, two, Load, Norm, Gradient>,
@@ -52,15 +52,15 @@ bool start_norm_of_columns(const Program& program, Stream stream) {
                  Form<2, two, Load, Norm, Silu, Multiply<dense>>, Form<2, two, Load, Norm, SiluGradient>>(program, stream)) {
     return true;
   }
-  // On an H200 four reach 0.91 to 1.0 of a copy's rate in half types, two 0.97 in float32.
+  // Four vectors share what they read of a column. In float32, of twice the bytes, two are enough.
   constexpr int some = n == 8 ? 4 : 2;
   return start_one_of<
       T, n, Form<some, two, Load, Norm>, Form<some, two, Load, Norm, Clamp>, Form<some, two, Load, Norm, Add<dense>>,
       Form<some, two, Load, Norm, Add<dense>, Clamp>, Form<2, three, Load, Norm, Clamp, Multiply<gate>>,
       Form<2, two, Load, Norm, Clamp, Multiply<dense>>,
-      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,              // stochastic depth
       Form<some, three, Load, Norm, Multiply<gate>, Add<dense>, Clamp>,  // squeeze-and-excitation
-      Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>>,
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,              // stochastic depth
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>, Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>>,
       Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
       Form<some, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(program, stream);
 }
@@ -68,7 +68,7 @@ bool start_norm_of_columns(const Program& program, Stream stream) {
 template <class T, int n, Spread spread, int dims, class Norm>
 bool start_norm_and_table(const Program& program, Stream stream) {
   if constexpr (n == 8) {
-    constexpr int some = spread == Spread::row ? 4 : 2;
+    constexpr int some = spread == Spread::row ? 4 : 2;  // of two rows' values four would take too many registers
     return start_one_of<
         T, n, FormOfRows<some, dims, spread, Load, Norm, LookUp>,
         FormOfRows<some, dims, spread, Load, Norm, LookUp, Multiply<gate>>,
@@ -122,6 +122,7 @@ bool start_common(const Program& program, Stream stream) {
              Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
              Form<4, two, Load, LookUp, Multiply<dense>>,                              // SwiGLU
              Form<4, two, InstructionOf<Opcode::load, gate>, LookUp, Multiply<gate>>,  // the same of one tensor's halves
+             Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,                        // or of two dtypes, or broadcast
              Form<4, two, Load, LookUp, Multiply<number>>,                             // scaled, as in nets without norms
              Form<2, two, Load, Multiply<number>, LookUp, Multiply<dense>>,            // quick GELU
              Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                        // repeated by upsampling

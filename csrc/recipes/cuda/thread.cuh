@@ -21,11 +21,12 @@ struct Launch {
 };
 
 // A form's thread first fetches all that its vectors need, so that it waits for memory once, and then computes one after the
-// other, so that few registers hold numbers at a time. What tables have for the vectors is looked up at once, too.
+// other, so that few registers hold numbers at a time. What the vectors look up in a table is fetched together, for the same
+// reason.
 template <class T, int n, class Form>
 class Thread {
  public:
-  using Index = std::conditional_t<Form::has_few_elements, int32_t, int64_t>;
+  using Index = std::conditional_t<Form::needs_few_elements, int32_t, int64_t>;
 
   __device__ Thread(const Launch& launch, Index row, Index place)
       : launch_(launch), program_(launch.program), first_(Form::spread == Spread::columns ? row : place), inner_(place * n) {
@@ -57,14 +58,14 @@ class Thread {
   __device__ void run() {
     if constexpr (Form::is_known) {
       fetch_all(std::make_integer_sequence<int, Form::instructions>());
-      constexpr int table = Form::table(), end = Form::instructions, rest = table == end ? 0 : table + 1;
-      if constexpr (rest > 0) {
+      constexpr int table = Form::table(), end = Form::instructions, after = table == end ? 0 : table + 1;
+      if constexpr (after > 0) {
         run_part<0, table>();
-        run_part<table, rest>();
+        run_part<table, after>();
       }
 #pragma unroll
       for (int u = 0; u < Form::vectors; ++u) {
-        run_instructions<rest>(u, std::make_integer_sequence<int, end - rest>());
+        run_instructions<after>(u, std::make_integer_sequence<int, end - after>());
         store_vector(u);
       }
     } else {
@@ -255,7 +256,7 @@ class Thread {
     return of == Layout::row || of == Layout::same_row || (of == Layout::gate && Form::spread != Spread::columns);
   }
 
-  // Whether it is the same for all vectors of a form.
+  // Whether it is the same for all vectors of a thread.
   __device__ static bool is_shared(int k, int r) {
     return is_column(layout(k, r)) || (Form::spread == Spread::row && is_of_row(k, r));
   }
@@ -331,7 +332,7 @@ class Thread {
     }
   }
 
-  // Where vector u is in what a form's instruction reads, if that isn't the same in all of a row.
+  // Where vector u is in what a form's instruction reads in vectors.
   __device__ Index offset_of(int k, int r, int u) const {
     switch (layout(k, r)) {
       case Layout::dense:
@@ -399,7 +400,8 @@ class Thread {
 
   const Launch& launch_;
   const Program& program_;
-  Index first_, inner_, dense_[Form::vectors];
+  Index first_;  // vector's index, or for Spread::columns its row's
+  Index inner_, dense_[Form::vectors];
   Row outer_[Form::vectors], next_[Form::vectors];  // of Spread::anywhere the row after it, if the vector crosses its end
   int rest_[Form::vectors];                         // how many of a vector's elements are of its first row; of Spread::anywhere
   uint32_t words_[Form::instructions][Instruction::kMaxReferences][Form::vectors][n];  // as fetched; of a form

@@ -71,7 +71,7 @@ __device__ void move(const void* from, void* to) {
   }
 }
 
-// Reads n elements as they are in memory, or one that is all of them.
+// Reads n elements as they are in memory, or one that is all of them: half types two to a word, bits all in the first.
 template <int n>
 __device__ void fetch(const void* data, Element element, bool is_one, int64_t offset, uint32_t (&to)[n]) {
   const auto* bytes = static_cast<const uint8_t*>(data);
@@ -109,7 +109,8 @@ __device__ void convert(const uint32_t (&from)[n], Element element, float (&to)[
   }
 }
 
-// Both, in one branch: words that wait for a second one would take the interpreter hundreds of registers.
+// Fetches and converts in the same branch: with one for each, the words in between would take the interpreter hundreds of
+// registers.
 template <class T, int n>
 __device__ void load(const void* data, Element element, bool is_one, int64_t offset, float (&to)[n]) {
   const auto load_as = [&](Element known) {
@@ -130,7 +131,7 @@ __device__ void load(const void* data, Element element, bool is_one, int64_t off
 // The offset is a multiple of n.
 template <class T, int n>
 __device__ void store(const float (&x)[n], Element element, int64_t offset, void* output) {
-  const uint64_t vector = static_cast<uint64_t>(offset) / n;  // counted in vectors, the compiler knows that they are aligned
+  const uint64_t vector = static_cast<uint64_t>(offset) / n;  // an index of vectors tells the compiler that they are aligned
   if (element == Element::float32) {
     move<n>(x, static_cast<Words<n>*>(output) + vector);
     return;
