@@ -182,7 +182,7 @@ ON = {
             "words_[k][r][u][kHere], element",
         ),
         Mutant("nothing is rounded", CUDA_RECIPES, "!is_rounded_next(k) && ", "!Form::is_known && "),
-        Mutant("32-bit indices for any size", CUDA_FORMS, " && !has_few_elements(program)", " && false"),
+        Mutant("32-bit indices for any size", CUDA_FORMS, "!needs_few_elements<Form> || has_few_elements(program)", "true"),
         Mutant("no zeros at the end", CUDA_BATCH_NORM, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
         Mutant("a norm that others read", ANSWERS, "next.use_count() == (has_saved ? 3 : 2) && ", ""),

@@ -44,7 +44,7 @@ enum class Spread : uint8_t {
 // The instructions of a program of at most so many dimensions, and how many vectors a thread has.
 template <int vectors_, int dims_, class... Instructions>
 struct Form {
-  static constexpr bool is_known = true, needs_few_elements = false;
+  static constexpr bool is_known = true;
   static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = vectors_, dims = dims_, instructions = sizeof...(Instructions);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
@@ -77,15 +77,13 @@ struct Form {
 template <int vectors, int dims, Spread spread_, class... Instructions>
 struct FormOfRows : Form<vectors, dims, Instructions...> {
   static constexpr Spread spread = spread_;
-  // Such indices have 32 bits, since each vector divides several; the interpreter serves what is larger.
-  static constexpr bool needs_few_elements = spread == Spread::anywhere;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int blocks = 1;  // for more ptxas would spill registers of one of them on sm_80
 #endif
 };
 
 struct Interpreted {
-  static constexpr bool is_known = false, needs_few_elements = false;
+  static constexpr bool is_known = false;
   static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = 1, dims = Program::kMaxDims, instructions = 1;
   static constexpr int blocks = 1;  // or ptxas would spill registers for more
@@ -94,6 +92,10 @@ struct Interpreted {
 struct InterpretedAcrossRows : Interpreted {
   static constexpr Spread spread = Spread::anywhere;
 };
+
+// Whether its indices have 32 bits, since each vector divides several: the interpreter serves what is larger.
+template <class Form>
+constexpr bool needs_few_elements = Form::is_known && Form::spread == Spread::anywhere;
 
 bool is_dense(const Program& program, const Program::Operand& operand) {
   int64_t dense = 1;
@@ -160,8 +162,7 @@ bool has_few_elements(const Program& program) {
 template <int n, class Form>
 bool has_form(const Program& program) {
   if (program.instructions != Form::instructions || program.dims > Form::dims ||
-      (Form::spread == Spread::row && program.size[0] % (Form::vectors * n) != 0) ||
-      (Form::needs_few_elements && !has_few_elements(program))) {
+      (Form::spread == Spread::row && program.size[0] % (Form::vectors * n) != 0)) {
     return false;
   }
   for (int k = 0; k < program.instructions; ++k) {
@@ -175,7 +176,7 @@ bool has_form(const Program& program) {
       }
     }
   }
-  return true;
+  return !needs_few_elements<Form> || has_few_elements(program);
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ struct Launch {
 template <class T, int n, class Form>
 class Thread {
  public:
-  using Index = std::conditional_t<Form::needs_few_elements, int32_t, int64_t>;
+  using Index = std::conditional_t<needs_few_elements<Form>, int32_t, int64_t>;
 
   __device__ Thread(const Launch& launch, Index row, Index place)
       : launch_(launch), program_(launch.program), first_(Form::spread == Spread::columns ? row : place), inner_(place * n) {
