@@ -182,6 +182,7 @@ ON = {
             "words_[k][r][u][kHere], element",
         ),
         Mutant("nothing is rounded", CUDA_RECIPES, "!is_rounded_next(k) && ", "!Form::is_known && "),
+        Mutant("every sample is the first", CUDA_RECIPES, "outer_[u][1] = sample;", "outer_[u][1] = 0;"),
         Mutant("32-bit indices for any size", CUDA_FORMS, "!needs_few_elements<Form> || has_few_elements(program)", "true"),
         Mutant("no zeros at the end", CUDA_BATCH_NORM, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),

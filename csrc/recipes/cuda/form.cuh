@@ -19,7 +19,8 @@ enum class Layout : uint8_t {
   half_column,  // the same in all rows, in the half type
   row,          // the same in all of a row, in float32
   same_row,     // where the reference before it is, in float32
-  gate,  // in the output's dtype: for Spread::columns in vectors, whose rows may be apart, otherwise the same in all of a row
+  apart,        // in vectors, in the output's dtype, but its rows may be apart
+  gate,         // in the output's dtype, the same in all of a sample's rows, or for Spread::row and anywhere in all of a row
   any,
   table,  // not of the output's elements
 };
@@ -37,6 +38,7 @@ struct InstructionOf {
 // Where a thread's vectors lie.
 enum class Spread : uint8_t {
   columns,   // the same columns of several rows, so that what is the same in all rows is read once
+  sample,    // the same, of rows of one sample, which the program's second dimension counts
   row,       // in one row, whose length they must divide
   anywhere,  // a vector may cross the end of a row
 };
@@ -72,6 +74,11 @@ struct Form {
     ((k-- == 0 ? void(result = Instructions::layout(reference)) : void()), ...);
     return result;
   }
+};
+
+template <int vectors, class... Instructions>
+struct FormOfSample : Form<vectors, 3, Instructions...> {
+  static constexpr Spread spread = Spread::sample;
 };
 
 template <int vectors, int dims, Spread spread_, class... Instructions>
@@ -138,8 +145,11 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
       return !is_float && !is_bit && is_column();
     case Layout::row:
       return is_float && strides[0] == 0;
+    case Layout::apart:
+      return operand.element == program.element && strides[0] == 1;
     case Layout::gate:
-      return operand.element == program.element && strides[0] == (spread == Spread::columns);
+      return operand.element == program.element &&
+             (spread == Spread::sample ? strides[0] == 1 && strides[1] == 0 : strides[0] == 0);
     case Layout::same_row:
       return is_float && std::equal(strides, last, program.operand[instruction.reference[r - 1].operand].stride);
     default:
@@ -162,6 +172,7 @@ bool has_few_elements(const Program& program) {
 template <int n, class Form>
 bool has_form(const Program& program) {
   if (program.instructions != Form::instructions || program.dims > Form::dims ||
+      (Form::spread == Spread::sample && program.dims == 1) ||
       (Form::spread == Spread::row && program.size[0] % (Form::vectors * n) != 0)) {
     return false;
   }

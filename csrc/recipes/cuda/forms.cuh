@@ -15,7 +15,7 @@ bool start_one_of(const Program& program, Stream stream) {
 
 constexpr auto number = Layout::number, stash = Layout::stash, dense = Layout::dense, dense_any = Layout::dense_any,
                column = Layout::column, half_column = Layout::half_column, row = Layout::row, same_row = Layout::same_row,
-               gate = Layout::gate, any = Layout::any;
+               apart = Layout::apart, gate = Layout::gate, any = Layout::any;
 constexpr int two = 2, three = 3, more = 4, all = Program::kMaxDims;  // dimensions
 
 using Load = InstructionOf<Opcode::load, dense>;
@@ -42,13 +42,13 @@ bool start_norm_of_columns(const Program& program, Stream stream) {
   if constexpr (n == 8) {
     // Four vectors hide more of the wait for a table than two. A gradient's factors take four times the registers.
     if (start_one_of<
-            T, n, Form<4, two, Load, Norm, LookUp>, Form<4, three, Load, Norm, LookUp, Multiply<gate>>,
+            T, n, Form<4, two, Load, Norm, LookUp>, FormOfSample<4, Load, Norm, LookUp, Multiply<gate>>,
             Form<4, two, Load, Norm, LookUp, Multiply<dense>>, Form<2, two, Load, Norm, Gradient>,
             Form<4, two, Load, Norm, LookUp, Stash, Load, Norm, Add<stash>>>(program, stream)) {
       return true;
     }
   } else if (start_one_of<
-                 T, n, Form<2, two, Load, Norm, Silu>, Form<2, three, Load, Norm, Silu, Multiply<gate>>,
+                 T, n, Form<2, two, Load, Norm, Silu>, FormOfSample<2, Load, Norm, Silu, Multiply<gate>>,
                  Form<2, two, Load, Norm, Silu, Multiply<dense>>, Form<2, two, Load, Norm, SiluGradient>>(program, stream)) {
     return true;
   }
@@ -56,10 +56,10 @@ bool start_norm_of_columns(const Program& program, Stream stream) {
   constexpr int some = n == 8 ? 4 : 2;
   return start_one_of<
       T, n, Form<some, two, Load, Norm>, Form<some, two, Load, Norm, Clamp>, Form<some, two, Load, Norm, Add<dense>>,
-      Form<some, two, Load, Norm, Add<dense>, Clamp>, Form<2, three, Load, Norm, Clamp, Multiply<gate>>,
+      Form<some, two, Load, Norm, Add<dense>, Clamp>, FormOfSample<some, Load, Norm, Clamp, Multiply<gate>>,
       Form<2, two, Load, Norm, Clamp, Multiply<dense>>,
-      Form<some, three, Load, Norm, Multiply<gate>, Add<dense>, Clamp>,  // squeeze-and-excitation
-      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,              // stochastic depth
+      FormOfSample<some, Load, Norm, Multiply<gate>, Add<dense>, Clamp>,  // squeeze-and-excitation
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,               // stochastic depth
       Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>, Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>>,
       Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
       Form<some, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(program, stream);
@@ -120,13 +120,13 @@ bool start_common(const Program& program, Stream stream) {
              Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
              Form<1, two, LoadAny, Multiply<row>, Multiply<column>>,
              Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
-             Form<4, two, Load, LookUp, Multiply<dense>>,                              // SwiGLU
-             Form<4, two, InstructionOf<Opcode::load, gate>, LookUp, Multiply<gate>>,  // the same of one tensor's halves
-             Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,                        // or of two dtypes, or broadcast
-             Form<4, two, Load, LookUp, Multiply<number>>,                             // scaled, as in nets without norms
-             Form<2, two, Load, Multiply<number>, LookUp, Multiply<dense>>,            // quick GELU
-             Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                        // repeated by upsampling
-             Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                  // scaled residuals
+             Form<4, two, Load, LookUp, Multiply<dense>>,                                // SwiGLU
+             Form<4, two, InstructionOf<Opcode::load, apart>, LookUp, Multiply<apart>>,  // the same of one tensor's halves
+             Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,                          // or of two dtypes, or broadcast
+             Form<4, two, Load, LookUp, Multiply<number>>,                               // scaled, as in nets without norms
+             Form<2, two, Load, Multiply<number>, LookUp, Multiply<dense>>,              // quick GELU
+             Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                          // repeated by upsampling
+             Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                    // scaled residuals
              Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
              Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
              Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,

@@ -78,6 +78,10 @@ bool start(const Program& program, Stream stream) {
   if constexpr (Form::spread == Spread::columns) {
     launch.rows = divide(rows);
     in_row = vectors;
+  } else if constexpr (Form::spread == Spread::sample) {
+    launch.rows = rows / program.size[1] * divide(program.size[1]);
+    launch.in_sample = Divisor(launch.distance, launch.rows);
+    in_row = vectors;
   } else if constexpr (Form::spread == Spread::row) {
     launch.rows = rows;
     in_row = divide(vectors);

@@ -13,6 +13,7 @@ namespace {
 struct Launch {
   Program program;
   Divisor vectors;                       // the number of threads in a row of threads
+  Divisor in_sample;                     // the number of rows of threads in a sample
   Divisor size[Program::kMaxDims];       // the program's dimensions
   int64_t rows;                          // of threads
   int64_t count;                         // of what a thread has several of: rows of the output, or vectors
@@ -29,12 +30,13 @@ class Thread {
   using Index = std::conditional_t<needs_few_elements<Form>, int32_t, int64_t>;
 
   __device__ Thread(const Launch& launch, Index row, Index place)
-      : launch_(launch), program_(launch.program), first_(Form::spread == Spread::columns ? row : place), inner_(place * n) {
+      : launch_(launch), program_(launch.program), first_(has_columns ? row : place), inner_(place * n) {
+    const Index sample = Form::spread == Spread::sample ? launch.in_sample.divide(&first_) : 0;
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
       Index i = vector(u);
-      if constexpr (Form::spread == Spread::columns) {
-        i = min(i, launch.count - 1);
+      if constexpr (has_columns) {
+        i = min(i, launch.count - 1) + sample * launch.count;
         dense_[u] = i * program_.size[0] + inner_;
       } else if constexpr (Form::spread == Spread::row) {
         dense_[u] = row * program_.size[0] + i * n;
@@ -51,7 +53,11 @@ class Thread {
           inner_ = within;
         }
       }
-      find_row(i, outer_[u]);
+      if constexpr (Form::spread == Spread::sample) {
+        outer_[u][1] = sample;  // no more is needed: the rest is dense, or the same in all of the sample's rows
+      } else {
+        find_row(i, outer_[u]);
+      }
     }
   }
 
@@ -212,6 +218,8 @@ class Thread {
     }
   }
 
+  static constexpr bool has_columns = Form::spread == Spread::columns || Form::spread == Spread::sample;
+
   // The output's dtype in a form; bfloat16 stands for T.
   static constexpr Element own = n == 8 ? Element::bfloat16 : Element::float32;
 
@@ -235,6 +243,7 @@ class Thread {
   __device__ Element element(int k, int r) const {
     switch (layout(k, r)) {
       case Layout::dense:
+      case Layout::apart:
       case Layout::gate:
         return own;
       case Layout::half_column:
@@ -253,12 +262,13 @@ class Thread {
   // Whether it is the same for all of a row.
   __device__ static bool is_of_row(int k, int r) {
     const Layout of = layout(k, r);
-    return of == Layout::row || of == Layout::same_row || (of == Layout::gate && Form::spread != Spread::columns);
+    return of == Layout::row || of == Layout::same_row || (of == Layout::gate && !has_columns);
   }
 
   // Whether it is the same for all vectors of a thread.
   __device__ static bool is_shared(int k, int r) {
-    return is_column(layout(k, r)) || (Form::spread == Spread::row && is_of_row(k, r));
+    return is_column(layout(k, r)) || (Form::spread == Spread::row && is_of_row(k, r)) ||
+           (Form::spread == Spread::sample && layout(k, r) == Layout::gate);
   }
 
   // Whether it is the same for all of a vector, or for what is of one row.
@@ -400,7 +410,7 @@ class Thread {
 
   const Launch& launch_;
   const Program& program_;
-  Index first_;  // vector's index, or for Spread::columns its row's
+  Index first_;  // vector's index, or for Spread::columns and sample its row's
   Index inner_, dense_[Form::vectors];
   Row outer_[Form::vectors], next_[Form::vectors];  // of Spread::anywhere the row after it, if the vector crosses its end
   int rest_[Form::vectors];                         // how many of a vector's elements are of its first row; of Spread::anywhere
