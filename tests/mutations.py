@@ -82,7 +82,7 @@ CODE_LAUNCH = "csrc/binding/codes/launch.cpp"
 CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
-CUDA_FORMS = "csrc/recipes/cuda/form.cuh"
+CUDA_KERNELS = "csrc/recipes/cuda/kernels.cu"
 CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
 BATCH_NORM = "csrc/binding/recipes/batch_norm.cpp"
 CUDA_LAYER_NORM = "csrc/recipes/cuda/layer_norm.cu"
@@ -182,8 +182,14 @@ ON = {
             "words_[k][r][u][kHere], element",
         ),
         Mutant("nothing is rounded", CUDA_RECIPES, "!is_rounded_next(k) && ", "!Form::is_known && "),
+        Mutant("32-bit indices for any size", CUDA_KERNELS, "!has_few_elements(program)", "false"),
+        Mutant(
+            "bits from within a byte", CUDA_KERNELS, "operand.element == Element::bit && elements % kMaskBits != 0", "false"
+        ),
+        Mutant(
+            "both halves are the first", CUDA_KERNELS, "operand.data = advance(operand.data, operand.element, elements);", ""
+        ),
         Mutant("every sample is the first", CUDA_RECIPES, "outer_[u][1] = sample;", "outer_[u][1] = 0;"),
-        Mutant("32-bit indices for any size", CUDA_FORMS, "!needs_few_elements<Form> || has_few_elements(program)", "true"),
         Mutant("no zeros at the end", CUDA_BATCH_NORM, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
         Mutant("a norm that others read", ANSWERS, "next.use_count() == (has_saved ? 3 : 2) && ", ""),

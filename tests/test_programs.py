@@ -386,6 +386,22 @@ def test_chain(name, size, dtype, layout, device):
     assert after < before
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_common_chain_is_not_interpreted(name, dtype, layout):
+    net = Net(CHAINS[name]()).to("cuda", memory_format=layout)
+    images = torch.randn(4, 3, 16, 16, device="cuda").contiguous(memory_format=layout)
+    for _ in range(2):  # the first step tries formulas
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not torch.float32), Scope():
+            loss = Keep.apply(net(images)).float().square().mean()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            loss.backward()
+    kernels = [event.name for event in profiler.events() if "run_kernel" in event.name]
+    assert kernels and not any("Interpreted" in name for name in kernels)
+
+
 def test_what_has_other_readers_is_read_or_computed_once():
     """A norm's output that two read is computed once for both, in one pass each."""
     x = torch.randn(4, 8, 6, 6, requires_grad=True)
@@ -509,6 +525,27 @@ def test_past_two_to_the_31():
     for rows in (slice(0, 4096), slice(-4096, None)):
         expected = norms.layer_norm_affine(x[rows], weight, bias, mean[rows], rstd[rows], (64,))
         assert torch.equal(found[rows], expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [0, 1])
+def test_bits_of_many_elements(odd):
+    """The last of an odd number's half would begin within a byte."""
+    x = torch.randn(3, 5, 2**30 // 15 // 8 * 8 + 8 + odd, device="cuda", dtype=torch.bfloat16)
+    packed = torch.randint(256, (x.numel() // 8 + 1,), device="cuda", dtype=torch.uint8)
+    mask = _C.recipes.recipe(torch.empty_like(x, dtype=torch.bool), _C.recipes.unpack_mask, (packed,))
+    parameters = operands_of(norms.batch_norm_elementwise, x[:1])[0]
+    z = _C.recipes.recipe(x, norms.batch_norm_elementwise, (x, *parameters), (1e-5,))
+    found = fused(formulas.dropout, (z, mask), (1.25, True), x)
+    if odd:
+        assert found is None
+    else:
+        mask = packed[:, None].bitwise_right_shift(torch.arange(8, device="cuda", dtype=torch.uint8)).bitwise_and(1)
+        mask = mask.flatten()[: x.numel()].view(x.shape)
+        for sample in (slice(0, 1), slice(-1, None)):
+            part = norms.batch_norm_elementwise(x[sample], *parameters, 1e-5)
+            assert is_identical(found[sample], formulas.dropout(part, mask[sample].bool(), 1.25, True))
 
 
 @pytest.mark.cuda

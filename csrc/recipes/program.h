@@ -117,9 +117,10 @@ void run(const Program& program, int64_t begin, int64_t end);
 
 namespace cuda {
 
-// Computes all, queued on `stream` of the current device. Given `has_form`, only by a kernel that is compiled for such
-// programs: sets whether there is one.
-FASTACT_WEAK Error run(const Program& program, Stream stream, bool* has_form = nullptr);
+// Computes all, queued on `stream` of the current device, and sets whether it does: not if it `needs_form`, a kernel that is
+// compiled for such programs, and there is none; nor if it is so large that it is run in parts, and one begins within a byte
+// of bits.
+FASTACT_WEAK Error run(const Program& program, Stream stream, bool needs_form, bool* is_run);
 
 }  // namespace cuda
 

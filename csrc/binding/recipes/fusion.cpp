@@ -373,11 +373,11 @@ std::optional<at::DimVector> strides_along(
   return at::inferExpandGeometry_dimvector(sizes, strides, output).strides;
 }
 
-// False if it needs a form and there is none.
+// False if it isn't run, e.g. since it needs a form and there is none.
 bool launch(const Program& program, const at::Tensor& output, bool needs_form) {
   bool is_run = true;
   if (kHasCuda && output.is_cuda()) {
-    Cuda::launch(output, [&](cuda::Stream stream) { return cuda::run(program, stream, needs_form ? &is_run : nullptr); });
+    Cuda::launch(output, [&](cuda::Stream stream) { return cuda::run(program, stream, needs_form, &is_run); });
   } else {
     Cpu::launch(output.numel(), 1, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
   }

@@ -49,10 +49,11 @@ struct Form {
   static constexpr bool is_known = true;
   static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = vectors_, dims = dims_, instructions = sizeof...(Instructions);
+  static constexpr bool reads_any = ((Instructions::layout(0) == Layout::any) || ...);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
   static constexpr int blocks = 1;  // of a multiprocessor, at least: for more ptxas would spill registers here
 #else
-  static constexpr int blocks = 0;  // for ptxas to say
+  static constexpr int blocks = reads_any ? 1 : 0;  // or for ptxas to say
 #endif
 
   FASTACT_HOST_DEVICE static constexpr Opcode opcode(int k) {
@@ -99,10 +100,6 @@ struct Interpreted {
 struct InterpretedAcrossRows : Interpreted {
   static constexpr Spread spread = Spread::anywhere;
 };
-
-// Whether its indices have 32 bits, since each vector divides several: the interpreter serves what is larger.
-template <class Form>
-constexpr bool needs_few_elements = Form::is_known && Form::spread == Spread::anywhere;
 
 bool is_dense(const Program& program, const Program::Operand& operand) {
   int64_t dense = 1;
@@ -157,18 +154,6 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
   }
 }
 
-// Whether the offsets of all elements are below 2^31.
-bool has_few_elements(const Program& program) {
-  return program.numel() <= INT32_MAX &&
-         std::all_of(program.operand, program.operand + program.operands, [&](const auto& operand) {
-           int64_t last = 0;
-           for (int dim = 0; dim < program.dims; ++dim) {
-             last += (program.size[dim] - 1) * operand.stride[dim];
-           }
-           return last <= INT32_MAX;
-         });
-}
-
 template <int n, class Form>
 bool has_form(const Program& program) {
   if (program.instructions != Form::instructions || program.dims > Form::dims ||
@@ -187,7 +172,7 @@ bool has_form(const Program& program) {
       }
     }
   }
-  return !needs_few_elements<Form> || has_few_elements(program);
+  return true;
 }
 
 }  // namespace

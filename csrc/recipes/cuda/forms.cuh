@@ -40,10 +40,9 @@ using Multiply = InstructionOf<Opcode::multiply, layout>;
 template <class T, int n, class Norm>
 bool start_norm_of_columns(const Program& program, Stream stream) {
   if constexpr (n == 8) {
-    // Four vectors hide more of the wait for a table than two. A gradient's factors take four times the registers.
     if (start_one_of<
             T, n, Form<4, two, Load, Norm, LookUp>, FormOfSample<4, Load, Norm, LookUp, Multiply<gate>>,
-            Form<4, two, Load, Norm, LookUp, Multiply<dense>>, Form<2, two, Load, Norm, Gradient>,
+            Form<4, two, Load, Norm, LookUp, Multiply<dense>>, Form<4, two, Load, Norm, Gradient>,
             Form<4, two, Load, Norm, LookUp, Stash, Load, Norm, Add<stash>>>(program, stream)) {
       return true;
     }
@@ -80,7 +79,7 @@ bool start_norm_and_table(const Program& program, Stream stream) {
 template <class T, int n, Spread spread, int dims, class Norm>
 bool start_norm_of_rows(const Program& program, Stream stream) {
   return start_one_of<
-      T, n, FormOfRows<2, dims, spread, LoadAny, Norm>, FormOfRows<2, dims, spread, Load, Norm, Clamp>,
+      T, n, FormOfRows<1, dims, spread, LoadAny, Norm>, FormOfRows<2, dims, spread, Load, Norm, Clamp>,
       FormOfRows<2, dims, spread, LoadAny, Norm, Silu>, FormOfRows<2, dims, spread, LoadAny, Norm, SiluGradient>,
       FormOfRows<2, dims, spread, Load, Norm, Add<dense>>, FormOfRows<2, dims, spread, Load, Norm, Add<dense>, Clamp>,
       FormOfRows<2, dims, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(program, stream);
@@ -124,7 +123,7 @@ bool start_common(const Program& program, Stream stream) {
              Form<4, two, InstructionOf<Opcode::load, apart>, LookUp, Multiply<apart>>,  // the same of one tensor's halves
              Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,                          // or of two dtypes, or broadcast
              Form<4, two, Load, LookUp, Multiply<number>>,                               // scaled, as in nets without norms
-             Form<2, two, Load, Multiply<number>, LookUp, Multiply<dense>>,              // quick GELU
+             Form<4, two, Load, Multiply<number>, LookUp, Multiply<dense>>,              // quick GELU
              Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                          // repeated by upsampling
              Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                    // scaled residuals
              Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,

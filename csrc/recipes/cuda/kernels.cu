@@ -5,6 +5,9 @@
 namespace fastact::cuda {
 namespace {
 
+// A thread's indices have 32 bits. A block's threads may be past the last element.
+constexpr int64_t kMaxElements = int64_t{1} << 30;
+
 bool is_across_rows(const Program& program, int n) {
   return fits_across_rows(program, n, [&](const Program::Operand& operand) { return is_dense(program, operand); });
 }
@@ -50,11 +53,56 @@ bool start_form(const Program& program, bool has_float16, Stream stream) {
   }
 }
 
+bool has_few_elements(const Program& program) {
+  return program.numel() <= kMaxElements &&
+         std::all_of(program.operand, program.operand + program.operands, [&](const auto& operand) {
+           int64_t last = 0;
+           for (int dim = 0; dim < program.dims; ++dim) {
+             last += (program.size[dim] - 1) * operand.stride[dim];
+           }
+           return last <= INT32_MAX;
+         });
+}
+
+template <class Data>
+Data* advance(Data* data, Element element, int64_t elements) {
+  const int64_t bits = elements * (element == Element::bit ? 1 : element == Element::float32 ? 32 : 16);
+  return reinterpret_cast<Data*>(reinterpret_cast<uintptr_t>(data) + bits / 8);
+}
+
+// Runs one half of the outermost dimension after the other.
+Error run_halves(const Program& program, Stream stream, bool needs_form, bool* is_run) {
+  int outer = program.dims - 1;
+  while (program.size[outer] == 1) {
+    --outer;
+  }
+  int64_t half = program.size[outer] / 2;
+  half -= half < kMaskBits ? 0 : half % kMaskBits;  // vectors stay aligned
+  Program first = program, second = program;
+  first.size[outer] = half;
+  second.size[outer] -= half;
+  second.output = advance(program.output, program.element, program.numel() / program.size[outer] * half);
+  for (int k = 0; k < program.operands; ++k) {
+    auto& operand = second.operand[k];
+    const int64_t elements = operand.stride[outer] * half;
+    if (operand.element == Element::bit && elements % kMaskBits != 0) {
+      *is_run = false;
+      return cudaSuccess;
+    }
+    operand.data = advance(operand.data, operand.element, elements);
+  }
+  const Error error = run(first, stream, needs_form, is_run);
+  return error != cudaSuccess || !*is_run ? error : run(second, stream, needs_form, is_run);
+}
+
 }  // namespace
 
-Error run(const Program& given, Stream stream, bool* has_form) {
+Error run(const Program& given, Stream stream, bool needs_form, bool* is_run) {
   Program program = given;
   split(&program);
+  if (!has_few_elements(program)) {
+    return run_halves(program, stream, needs_form, is_run);
+  }
   bool has_float16 = program.element == Element::float16;
   for (int k = 0; k < program.operands; ++k) {
     has_float16 |= program.operand[k].element == Element::float16;
@@ -62,10 +110,9 @@ Error run(const Program& given, Stream stream, bool* has_form) {
   for (int k = 0; k < program.instructions; ++k) {
     has_float16 |= program.instruction[k].rounded_to == Element::float16;
   }
-  const bool is_started = start_form(program, has_float16, stream);
-  if (has_form) {
-    *has_form = is_started;
-  } else if (!is_started) {
+  const bool has_form = start_form(program, has_float16, stream);
+  *is_run = has_form || !needs_form;
+  if (!has_form && *is_run) {
     has_float16 ? start_interpreter<c10::Half>(program, stream) : start_interpreter<c10::BFloat16>(program, stream);
   }
   return cudaGetLastError();

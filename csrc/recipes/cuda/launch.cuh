@@ -19,9 +19,8 @@ constexpr int kBlock = 128;
 
 template <class T, int n, class Form>
 __global__ void __launch_bounds__(kBlock, Form::blocks) run_kernel(const __grid_constant__ Launch launch) {
-  using Index = typename Thread<T, n, Form>::Index;
-  Index place = static_cast<Index>(blockIdx.x) * kBlock + threadIdx.x;
-  const Index row = launch.vectors.divide(&place);
+  int place = static_cast<int>(blockIdx.x) * kBlock + threadIdx.x;
+  const int row = launch.vectors.divide(&place);
   if (row >= launch.rows) {
     return;
   }
@@ -63,23 +62,25 @@ bool fits_across_rows(const Program& program, int n, const Predicate& is_read_in
 
 template <class T, int n, class Form>
 bool start(const Program& program, Stream stream) {
+  const auto numel = static_cast<int>(program.numel()), size = static_cast<int>(program.size[0]);
   Launch launch;
   launch.program = program;
   for (int dim = 0; dim < Program::kMaxDims; ++dim) {
-    launch.size[dim] = Divisor(dim < program.dims ? program.size[dim] : 1, program.numel());
+    launch.size[dim] = Divisor(dim < program.dims ? program.size[dim] : 1, numel);
   }
-  const int64_t rows = program.numel() / program.size[0], vectors = program.size[0] / n;
-  const auto divide = [&](int64_t count) {
+  const int rows = numel / size, vectors = size / n;
+  const auto divide = [&](int count) {
     launch.count = count;
     launch.distance = (count + Form::vectors - 1) / Form::vectors;
     return launch.distance;
   };
-  int64_t in_row;  // threads in a row of threads
+  int in_row;  // threads in a row of threads
   if constexpr (Form::spread == Spread::columns) {
     launch.rows = divide(rows);
     in_row = vectors;
   } else if constexpr (Form::spread == Spread::sample) {
-    launch.rows = rows / program.size[1] * divide(program.size[1]);
+    const auto of_sample = static_cast<int>(program.size[1]);
+    launch.rows = rows / of_sample * divide(of_sample);
     launch.in_sample = Divisor(launch.distance, launch.rows);
     in_row = vectors;
   } else if constexpr (Form::spread == Spread::row) {
@@ -87,16 +88,16 @@ bool start(const Program& program, Stream stream) {
     in_row = divide(vectors);
   } else {
     launch.rows = 1;
-    in_row = divide(program.numel() / n);
+    in_row = divide(numel / n);
   }
   if constexpr (!Form::is_known) {
     for (int k = 0; k < program.operands; ++k) {
       launch.is_dense[k] = is_dense(program, program.operand[k]);
     }
   }
-  const int64_t threads = launch.rows * in_row;
+  const int threads = launch.rows * in_row;
   launch.vectors = Divisor(in_row, threads + kBlock);
-  run_kernel<T, n, Form><<<static_cast<unsigned int>((threads + kBlock - 1) / kBlock), kBlock, 0, stream>>>(launch);
+  run_kernel<T, n, Form><<<(threads + kBlock - 1) / kBlock, kBlock, 0, stream>>>(launch);
   return true;
 }
 

@@ -15,9 +15,9 @@ struct Launch {
   Divisor vectors;                       // the number of threads in a row of threads
   Divisor in_sample;                     // the number of rows of threads in a sample
   Divisor size[Program::kMaxDims];       // the program's dimensions
-  int64_t rows;                          // of threads
-  int64_t count;                         // of what a thread has several of: rows of the output, or vectors
-  int64_t distance;                      // between two of a thread's
+  int rows;                              // of threads
+  int count;                             // of what a thread has several of: rows of the output, or vectors
+  int distance;                          // between two of a thread's
   bool is_dense[Program::kMaxOperands];  // whether it lies as the output does, for the interpreter
 };
 
@@ -27,25 +27,23 @@ struct Launch {
 template <class T, int n, class Form>
 class Thread {
  public:
-  using Index = std::conditional_t<needs_few_elements<Form>, int32_t, int64_t>;
-
-  __device__ Thread(const Launch& launch, Index row, Index place)
+  __device__ Thread(const Launch& launch, int row, int place)
       : launch_(launch), program_(launch.program), first_(has_columns ? row : place), inner_(place * n) {
-    const Index sample = Form::spread == Spread::sample ? launch.in_sample.divide(&first_) : 0;
+    const int sample = Form::spread == Spread::sample ? launch.in_sample.divide(&first_) : 0;
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
-      Index i = vector(u);
+      int i = vector(u);
       if constexpr (has_columns) {
         i = min(i, launch.count - 1) + sample * launch.count;
-        dense_[u] = i * program_.size[0] + inner_;
+        dense_[u] = i * size() + inner_;
       } else if constexpr (Form::spread == Spread::row) {
-        dense_[u] = row * program_.size[0] + i * n;
+        dense_[u] = row * size() + i * n;
         i = row;
       } else {
-        dense_[u] = min(i, static_cast<Index>(launch.count) - 1) * n;
-        Index within = dense_[u];
+        dense_[u] = min(i, launch.count - 1) * n;
+        int within = dense_[u];
         i = launch.size[0].divide(&within);
-        rest_[u] = static_cast<int>(min(Index{n}, static_cast<Index>(program_.size[0]) - within));
+        rest_[u] = min(n, size() - within);
         if (rest_[u] < n) {
           find_row(i + 1, next_[u]);
         }
@@ -83,17 +81,19 @@ class Thread {
   }
 
  private:
-  using Row = Index[Form::dims - 1];
+  using Row = int[Form::dims - 1];
 
-  __device__ Index vector(int u) const { return first_ + u * static_cast<Index>(launch_.distance); }
+  __device__ int vector(int u) const { return first_ + u * launch_.distance; }
+
+  __device__ int size() const { return static_cast<int>(program_.size[0]); }  // of a row
 
   // Row i's place in each dimension but the innermost.
-  __device__ void find_row(Index i, Row& row) const {
+  __device__ void find_row(int i, Row& row) const {
 #pragma unroll
     for (int dim = 1; dim < Form::dims; ++dim) {
       row[dim - 1] = i;
       if (dim + 1 < Form::dims && dim + 1 < program_.dims) {
-        const Index next = launch_.size[dim].divide(&i);
+        const int next = launch_.size[dim].divide(&i);
         row[dim - 1] = i;
         i = next;
       } else {
@@ -130,7 +130,7 @@ class Thread {
   // Fetches what an instruction of a form reads.
   template <Opcode opcode>
   __device__ void fetch_for(int k) {
-    Index here[Form::vectors] = {}, next[Form::vectors] = {};  // offsets of what is the same in all of a row
+    int here[Form::vectors] = {}, next[Form::vectors] = {};  // offsets of what is the same in all of a row
 #pragma unroll
     for (int r = 0; r < references_of(opcode); ++r) {
       const Layout of = layout(k, r);
@@ -155,7 +155,7 @@ class Thread {
     }
   }
 
-  __device__ void fetch_one(int k, int r, Index offset, uint32_t& to) {
+  __device__ void fetch_one(int k, int r, int offset, uint32_t& to) {
     uint32_t one[1];
     fetch(operand(k, r).data, element(k, r), true, offset, one);
     to = one[0];
@@ -322,8 +322,8 @@ class Thread {
   // Reads what doesn't lie as the output does for a vector that may cross the end of a row.
   template <int size>
   __device__ void read_across_rows(const Program::Operand& of, float (&to)[size]) const {
-    const Index here = offset_of(of, inner_, outer_[0]);
-    const Index next = rest_[0] < n ? offset_of(of, -rest_[0], next_[0]) : here;
+    const int here = offset_of(of, inner_, outer_[0]);
+    const int next = rest_[0] < n ? offset_of(of, -rest_[0], next_[0]) : here;
     if (of.stride[0] == 0) {
       float first[1], second[1];
       load<T>(of.data, of.element, true, here, first);
@@ -343,7 +343,7 @@ class Thread {
   }
 
   // Where vector u is in what a form's instruction reads in vectors.
-  __device__ Index offset_of(int k, int r, int u) const {
+  __device__ int offset_of(int k, int r, int u) const {
     switch (layout(k, r)) {
       case Layout::dense:
       case Layout::dense_any:
@@ -357,12 +357,12 @@ class Thread {
     }
   }
 
-  __device__ Index offset_of(const Program::Operand& operand, Index inner, const Row& row) const {
-    Index offset = inner * static_cast<Index>(operand.stride[0]);
+  __device__ int offset_of(const Program::Operand& operand, int inner, const Row& row) const {
+    int offset = inner * static_cast<int>(operand.stride[0]);
 #pragma unroll
     for (int dim = 1; dim < Form::dims; ++dim) {
       if (dim == 1 || dim < program_.dims) {
-        offset += row[dim - 1] * static_cast<Index>(operand.stride[dim]);
+        offset += row[dim - 1] * static_cast<int>(operand.stride[dim]);
       }
     }
     return offset;
@@ -410,8 +410,8 @@ class Thread {
 
   const Launch& launch_;
   const Program& program_;
-  Index first_;  // vector's index, or for Spread::columns and sample its row's
-  Index inner_, dense_[Form::vectors];
+  int first_;  // vector's index, or for Spread::columns and sample its row's
+  int inner_, dense_[Form::vectors];
   Row outer_[Form::vectors], next_[Form::vectors];  // of Spread::anywhere the row after it, if the vector crosses its end
   int rest_[Form::vectors];                         // how many of a vector's elements are of its first row; of Spread::anywhere
   uint32_t words_[Form::instructions][Instruction::kMaxReferences][Form::vectors][n];  // as fetched; of a form
