@@ -513,6 +513,26 @@ def test_an_optimizer_that_counts_no_version():
     same_with_scope(run)
 
 
+@pytest.mark.parametrize("function", [F.relu, lambda x: x.exp() * F.silu(x)], ids=["relu", "product"])
+def test_a_graph_that_lives_on_while_leaves_are_written_to(function):
+    """By what counts no version, as fused optimizers: its recipes have the value before, and a later graph's the one after."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        weight, grads = nn.Parameter(torch.randn(64, 128)), []
+        optimizer = torch.optim.SGD([weight], 0.5, fused=True)
+        for _ in range(3):
+            with scope():
+                loss = (function(weight) * function(weight)).sum()  # the graph before it is alive until here
+            (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+            weight.grad = grad.detach().clone()
+            grads.append(weight.grad)
+            optimizer.step()
+        return grads
+
+    same_with_scope(run)
+
+
 def test_parts_that_were_written_to(device):
     """After cat the output isn't them any more, and before it they are their last version."""
     x = torch.randn(4, 8, 32, device=device, requires_grad=True)

@@ -55,9 +55,8 @@ uint64_t begin_scope() {
   return at::sequence_number::peek();
 }
 
-bool is_of_earlier_pass(const torch::autograd::Node& node, uint64_t begins) {
-  return node.sequence_nr() < std::max(begins, last_backward.ended) ||
-         node.thread_id() != at::RecordFunction::currentThreadId();
+bool is_of_earlier_pass(uint64_t sequence, uint64_t thread, uint64_t begins) {
+  return sequence < std::max(begins, last_backward.ended) || thread != at::RecordFunction::currentThreadId();
 }
 
 bool is_leaf(const torch::autograd::Edge& edge) {

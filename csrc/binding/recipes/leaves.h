@@ -28,9 +28,9 @@ void note_saving();
 // The sequence number of this thread's next op, as a scope begins.
 uint64_t begin_scope();
 
-// Whether an op ran in another thread, before this sequence number, or before the last backward pass: then the leaves that it
-// read aren't trusted.
-bool is_of_earlier_pass(const torch::autograd::Node& node, uint64_t begins);
+// Whether an op, by its sequence number, ran in another thread, before `begins`, or before the last backward pass: then the
+// leaves that it read aren't trusted.
+bool is_of_earlier_pass(uint64_t sequence, uint64_t thread, uint64_t begins = 0);
 
 // Whether an edge leads to a leaf of the graph.
 bool is_leaf(const torch::autograd::Edge& edge);

@@ -45,8 +45,8 @@ bool is_on_cpu(const Value& value) {
 
 // Whether a leaf that an op read may have been written to since.
 bool is_outdated(const Step& step) {
-  return !is_dry_run(step.hook) &&
-         is_of_earlier_pass(*step.node, static_cast<uint64_t>(PyLong_AsLongLong(attribute(step.hook, NAME("begins")).ptr())));
+  const auto begins = [&] { return static_cast<uint64_t>(PyLong_AsLongLong(attribute(step.hook, NAME("begins")).ptr())); };
+  return !is_dry_run(step.hook) && is_of_earlier_pass(step.node->sequence_nr(), step.node->thread_id(), begins());
 }
 
 // The value of an operand: somebody keeps it, it is a parameter, or it follows from such.

@@ -13,6 +13,7 @@
 
 #include "../devices.h"
 #include "../strides.h"
+#include "leaves.h"
 #include "python.h"
 
 namespace fastact::recipes {
@@ -317,8 +318,10 @@ py::object equal_or_add(Value& recipe, const torch::autograd::Node& node) {
   if (found != recipes_by_operand().end()) {
     py::object object = object_of(*found->second);
     const Value& before = value_of(object);
-    // In a backward pass a tensor is held until the last that needs it has it. Another thread's may not be verified yet.
-    const bool is_near = before.thread == recipe.thread && recipe.sequence - before.sequence < kNodesBetweenEqual;
+    // In a backward pass a tensor is held until the last that needs it has it. Another thread's may not be verified yet, and an
+    // earlier pass's may still hold what it computed of leaves that were written to since.
+    const bool is_near = before.thread == recipe.thread && recipe.sequence - before.sequence < kNodesBetweenEqual &&
+                         !is_of_earlier_pass(before.sequence, before.thread);
     const auto are_equal = [](const Objects& some, const Objects& others, const auto& is_same) {
       return std::equal(some.begin(), some.end(), others.begin(), others.end(), is_same);
     };
