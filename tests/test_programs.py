@@ -60,7 +60,7 @@ def operands_of(formula, x):
         torch.mul: ((numbers(x.shape, device, dtype),), ()),
         F.hardtanh: ((), (-0.3, 0.7)),
         _C.hardtanh: ((), (-0.3, 0.7)),
-        formulas.dropout: ((torch.rand(x.shape, device=device) > 0.3,), (1.25, True)),
+        formulas.dropout: ((torch.rand(x.shape, device=device) > 0.3,), (1.25, 1.25)),
         torch.Tensor.to: ((), (dtype,)),
         torch.pow: ((), (3,)),
     }
@@ -537,7 +537,7 @@ def test_bits_of_many_elements(odd):
     mask = _C.recipes.recipe(torch.empty_like(x, dtype=torch.bool), _C.recipes.unpack_mask, (packed,))
     parameters = operands_of(norms.batch_norm_elementwise, x[:1])[0]
     z = _C.recipes.recipe(x, norms.batch_norm_elementwise, (x, *parameters), (1e-5,))
-    found = fused(formulas.dropout, (z, mask), (1.25, True), x)
+    found = fused(formulas.dropout, (z, mask), (1.25, 1.25), x)
     if odd:
         assert found is None
     else:
@@ -545,7 +545,7 @@ def test_bits_of_many_elements(odd):
         mask = mask.flatten()[: x.numel()].view(x.shape)
         for sample in (slice(0, 1), slice(-1, None)):
             part = norms.batch_norm_elementwise(x[sample], *parameters, 1e-5)
-            assert is_identical(found[sample], formulas.dropout(part, mask[sample].bool(), 1.25, True))
+            assert is_identical(found[sample], formulas.dropout(part, mask[sample].bool(), 1.25, 1.25))
 
 
 @pytest.mark.cuda

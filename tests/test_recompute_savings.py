@@ -548,6 +548,19 @@ FUNCTIONS_OF_A_NUMBER = {
 }
 
 
+@pytest.mark.parametrize("function", [torch.addcmul, torch.addcdiv], ids=["addcmul", "addcdiv"])
+def test_tensors_that_need_no_gradient_are_not_saved(function):
+    """By the op, which the rule then doesn't have: no error that is hidden."""
+    x, one, two = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64), torch.rand(64, 64)
+    same_with_scope(lambda scope: _gradient_of_sine(scope, x, function, one, two))
+
+
+def _gradient_of_sine(scope, x, function, *others):
+    with scope():
+        loss = Keep.apply(function(x * 2, *others)).sin().sum()
+    return torch.autograd.grad(loss, x)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS_OF_A_NUMBER)
 def test_what_differs_in_a_number_is_not_the_same(name, device):
     x = torch.randn(128, 64, device=device, requires_grad=True)

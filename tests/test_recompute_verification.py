@@ -619,6 +619,22 @@ def test_dropout_with_other_probabilities(device):
             same_with_scope(partial(run, dtype=dtype, p=p))
 
 
+def test_dropout_of_ones_proves_no_scale(device):
+    """They are the scale itself afterwards, in whichever way it is rounded."""
+
+    def run(scope, ones):
+        torch.manual_seed(0)
+        x, weight = (torch.randn(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        with scope():
+            h = x.exp() * (1 - ones) + ones
+            loss = (torch.native_dropout(h.sqrt(), 0.3, True)[0].float().sin() * weight).sum()
+        return torch.autograd.grad(loss, (x, weight))
+
+    forget_choices()
+    for ones in True, False:
+        same_with_scope(partial(run, ones=ones))
+
+
 def test_padding_is_the_ops_own(monkeypatch):
     """Whatever somebody puts in place of torch.nn.functional's later."""
     pad = F.pad

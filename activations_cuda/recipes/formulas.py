@@ -31,18 +31,18 @@ def same(input: Tensor) -> Tensor:
     return input
 
 
-def dropout(input, mask, scale, is_of_cpu):
-    return input.mul(mask).mul_(scale)
+def dropout(input, mask, scale, scale_on_cpu):
+    return input.mul(mask).mul_(scale_on_cpu if input.device.type == "cpu" else scale)
 
 
 @functools.lru_cache(maxsize=1024)
-def scale_of_dropout(p, dtype):
-    """As GPUs compute it, and whether the CPU, which rounds it to the dtype, does too: either kind of p is verified."""
+def scales_of_dropout(p, dtype):
+    """As GPUs compute it, and as the CPU does, which rounds it to the dtype."""
     if p == 1:
         return None  # gives zeros, which need no recipe
     exact = 1 / (1 - p)
     scale = exact if dtype == torch.float64 else _float32(1 / _float32(1 - p))
-    return scale, scale == torch.tensor(exact, dtype=dtype).item()
+    return scale, torch.tensor(exact, dtype=dtype).item()
 
 
 def where(input, other, condition):
@@ -168,6 +168,10 @@ class Facts:
     varies: bool | Callable[..., bool] = False
 
 
+def is_another_on_cpu(scale, scale_on_cpu):
+    return scale != scale_on_cpu
+
+
 def is_scaled(alpha):
     return alpha != 1
 
@@ -235,7 +239,10 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     torch.expm1: VARIES,
     torch.neg: Facts(in_place=torch.neg_, is_tabulated=True),
     torch.lerp: VARIES,
-    dropout: Facts(program=(instruction("multiply", operand(1), rounded=True), instruction("multiply", argument(0)))),
+    dropout: Facts(
+        program=(instruction("multiply", operand(1), rounded=True), instruction("multiply", argument(0))),
+        varies=is_another_on_cpu,
+    ),
     # casts and copies
     torch.Tensor.to: Facts(program=()),
     same: Facts(program=(), is_movement=True),

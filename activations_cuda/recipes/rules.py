@@ -93,6 +93,18 @@ def rrelu(step: Step) -> Result:
     return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
 
 
+def of_three(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
+    """The rule of an op whose node saves two of its tensors, if one of these needs a gradient."""
+
+    def rule(step):
+        operands = step.operand(0), step.operand(1, "tensor1"), step.operand(2, "tensor2")
+        if None in operands:
+            raise Underivable
+        return formula, operands, step.arguments("value")
+
+    return rule
+
+
 def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result]:
     """The rule of a maximum in planes of so many dimensions."""
 
@@ -105,7 +117,6 @@ def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result
 
 
 WINDOW = "kernel_size", "stride", "padding"
-TENSORS = None, "tensor1", "tensor2"
 
 RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     # activations
@@ -162,12 +173,12 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "MinimumBackward0": binary(torch.minimum),
     "LerpBackward0": unsaved(torch.lerp, "weight", operands=2),
     "LerpBackward1": op(torch.lerp, operands=("self", "end", "weight")),
-    "AddcmulBackward0": op(formulas.addcmul, "value", operands=TENSORS),
-    "AddcdivBackward0": op(formulas.addcdiv, "value", operands=TENSORS),
+    "AddcmulBackward0": of_three(formulas.addcmul),
+    "AddcdivBackward0": of_three(formulas.addcdiv),
     "WhereBackward0": OpRule(formulas.where, (None, None), saved=("condition",)),
     "MaskedFillBackward0": masked_fill,
     "NativeDropoutBackward0": OpRule(
-        formulas.dropout, (None,), ("p", DTYPE), saved=("result1",), convert=formulas.scale_of_dropout
+        formulas.dropout, (None,), ("p", DTYPE), saved=("result1",), convert=formulas.scales_of_dropout
     ),
     # casts and copies
     "ToCopyBackward0": unsaved(torch.Tensor.to, DTYPE),
