@@ -143,7 +143,7 @@ def convert(
 
     Raises:
         TypeError: not a module, a scripted one, with inputs an FSDP1-wrapped one, inputs that the model's forward doesn't take,
-            or a class derived from a converted one, e.g. by fully_shard.
+            ``recompute`` that is neither a bool nor a scope, or a class derived from a converted one, e.g. by fully_shard.
         ValueError: a class that this package doesn't replace, ``classes`` were named and the model has none of them to
             convert, a lazy module that hasn't been called yet, or with ``recompute`` a model whose class has no plain forward
             (a GraphModule, a generator or coroutine) or that has a forward of its own.
@@ -151,7 +151,7 @@ def convert(
     """
     check_model("convert", model)
     named = None if classes is None else _check_classes("convert", classes)
-    options = options_of(recompute)
+    options = options_of("convert", recompute)
     surveyed = bool(inputs or keyword_inputs) or example_inputs is not None
     if surveyed or options:
         check_initialized("convert", model)
@@ -212,7 +212,7 @@ def _chosen_by_class(model, named, in_scope):
     if functions:
         return functions, [f"{_counted(original_of(type(module)) for module in functions)} converted"]
     if not activations:
-        return functions, ["no activation to convert"]
+        return functions, ["no activation module to convert: pass example inputs to reach functions"]
     reason = "" if in_scope or named is not None else ": pass example inputs to find out whether converting them saves memory"
     return functions, [f"{_counted(map(type, activations))} left alone{reason}"]
 

@@ -228,7 +228,8 @@ def memory_report(
         The bytes of each module that saves any, and of all together; what is converted, what is left alone and why.
 
     Raises:
-        TypeError: not a module, a scripted or FSDP1-wrapped one, or inputs that the model's forward doesn't take.
+        TypeError: not a module, a scripted or FSDP1-wrapped one, inputs that the model's forward doesn't take, or ``recompute``
+            that is neither a bool nor a scope.
         ValueError: a lazy module that hasn't been called yet.
         RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func.
     """
@@ -238,7 +239,7 @@ def memory_report(
     found = Survey(model, args, kwargs, frozenset(FUNCTIONS.values()))
     before, after, decisions = found.saved(frozenset()), found.saved(found.chosen), found.decisions()
     within = None
-    if options := options_of(recompute):
+    if options := options_of("memory_report", recompute):
         found.decide(recompute=True)
         within = Recomputed(model, args, kwargs, found.converts(), options.convolutions)
     layers = tuple(

@@ -47,6 +47,8 @@ class ReLU6(Activation, nn.ReLU6):
     """:class:`torch.nn.ReLU6`, saving one bit per element."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if F.is_exporting():  # as torch.nn.ReLU6
+            return F.hardtanh(input, self.min_val, self.max_val, self.inplace)
         return F.relu6(input, self.inplace)
 
 

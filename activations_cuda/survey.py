@@ -340,7 +340,9 @@ class Survey:
             return "called where it can't be replaced"
         if not any(map(self._unit, calls)):
             if _C.family[unit[1]].saves_output and not any(call.dtype.itemsize == 2 for call in calls):
-                return "saves less in bfloat16 and float16 only: call convert under the torch.autocast you train with"
+                under_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+                why = "it gets another dtype here" if under_autocast else "call convert under the torch.autocast you train with"
+                return f"saves less in bfloat16 and float16 only: {why}"
             return "only PyTorch's op takes these arguments"
         if any(call.is_overwritten for call in calls):
             return "its output is written to in place"

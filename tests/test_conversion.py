@@ -362,6 +362,13 @@ def test_options_of_the_scope_are_no_inputs():
         activations_cuda.convert(HasOptions(), recompute=True, convolutions=True)
 
 
+def test_a_scope_is_a_bool_or_one():
+    for other in "no", 1, None, activations_cuda.recompute:
+        for function in activations_cuda.convert, activations_cuda.memory_report:
+            with pytest.raises(TypeError, match=f"{function.__name__}: expected recompute to be a bool or a scope"):
+                function(nn.Sequential(nn.ReLU()), torch.ones(3), recompute=other)
+
+
 @pytest.mark.parametrize("level, is_said", [(logging.NOTSET, True), (logging.WARNING, False)])
 def test_where_nothing_handles_logs_it_is_printed(level, is_said, monkeypatch, capsys):
     monkeypatch.setattr(log, "hasHandlers", lambda: False)

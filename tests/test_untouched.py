@@ -495,6 +495,16 @@ def test_what_pays_nowhere_is_a_warning():
     assert activations_cuda.converted(model) == {"GELU": 1}
 
 
+def test_why_nothing_pays_under_autocast():
+    class Widens(nn.Module):
+        def forward(self, x):
+            return F.gelu(x.float())
+
+    model = nn.Sequential(nn.Linear(8, 8), Widens(), nn.Linear(8, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(UserWarning, match="only: it gets another dtype here"):
+        activations_cuda.convert(model, torch.randn(ROWS))
+
+
 def test_an_activation_that_the_model_holds_twice():
     class Table(nn.Module):
         def __init__(self):

@@ -134,8 +134,10 @@ class recompute:
         return within  # type: ignore[return-value]
 
 
-def options_of(given: bool | recompute) -> Options | None:
+def options_of(function: str, given: bool | recompute) -> Options | None:
     """Those of a scope, which ``True`` stands for one without any of; None for no scope."""
     if isinstance(given, recompute):
         return given.options
+    if not isinstance(given, bool):
+        raise TypeError(f"{function}: expected recompute to be a bool or a scope, activations_cuda.recompute(), got {given!r}")
     return Options() if given else None
