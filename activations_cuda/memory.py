@@ -235,11 +235,12 @@ def memory_report(
     """
     check_model("memory_report", model)
     check_initialized("memory_report", model)
+    options = options_of("memory_report", recompute)
     args, kwargs = arguments_of("memory_report", model, inputs, keyword_inputs, example_inputs)
     found = Survey(model, args, kwargs, frozenset(FUNCTIONS.values()))
     before, after, decisions = found.saved(frozenset()), found.saved(found.chosen), found.decisions()
     within = None
-    if options := options_of("memory_report", recompute):
+    if options:
         found.decide(recompute=True)
         within = Recomputed(model, args, kwargs, found.converts(), options.convolutions)
     layers = tuple(

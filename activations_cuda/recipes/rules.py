@@ -94,7 +94,7 @@ def rrelu(step: Step) -> Result:
 
 
 def of_three(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
-    """The rule of an op whose node saves two of its tensors, if one of these needs a gradient."""
+    """The rule of an op whose node saves each of the last two tensors only if the other needs a gradient."""
 
     def rule(step):
         operands = step.operand(0), step.operand(1, "tensor1"), step.operand(2, "tensor2")

@@ -117,9 +117,9 @@ void run(const Program& program, int64_t begin, int64_t end);
 
 namespace cuda {
 
-// Computes all, queued on `stream` of the current device, and sets whether it does: not if it `needs_form`, a kernel that is
-// compiled for such programs, and there is none; nor if it is so large that it is run in parts, and one begins within a byte
-// of bits.
+// Computes all, queued on `stream` of the current device, and sets `is_run`. It is false, and the output incomplete, if
+// `needs_form` and no kernel is compiled for such programs, or if a program is large and can't be run in parts: an operand is
+// transposed, or a part would begin within a byte of bits.
 FASTACT_WEAK Error run(const Program& program, Stream stream, bool needs_form, bool* is_run);
 
 }  // namespace cuda

@@ -53,7 +53,7 @@ struct Form {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
   static constexpr int blocks = 1;  // of a multiprocessor, at least: for more ptxas would spill registers here
 #else
-  static constexpr int blocks = reads_any ? 1 : 0;  // or for ptxas to say
+  static constexpr int blocks = reads_any ? 1 : 0;  // likewise, of forms that compute offsets; or for ptxas to say
 #endif
 
   FASTACT_HOST_DEVICE static constexpr Opcode opcode(int k) {

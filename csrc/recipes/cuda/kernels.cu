@@ -6,7 +6,7 @@ namespace fastact::cuda {
 namespace {
 
 // A thread's indices have 32 bits. A block's threads may be past the last element.
-constexpr int64_t kMaxElements = int64_t{1} << 30;
+constexpr int64_t kMaxElements = int64_t{1} << 30, kFewestElements = kMaxElements / 64;  // of a part
 
 bool is_across_rows(const Program& program, int n) {
   return fits_across_rows(program, n, [&](const Program::Operand& operand) { return is_dense(program, operand); });
@@ -70,8 +70,13 @@ Data* advance(Data* data, Element element, int64_t elements) {
   return reinterpret_cast<Data*>(reinterpret_cast<uintptr_t>(data) + bits / 8);
 }
 
-// Runs one half of the outermost dimension after the other.
+// Runs one half of the outermost dimension after the other. Not where an operand's elements are still far apart in small parts,
+// as those of a transposed one.
 Error run_halves(const Program& program, Stream stream, bool needs_form, bool* is_run) {
+  if (program.numel() < kFewestElements) {
+    *is_run = false;
+    return cudaSuccess;
+  }
   int outer = program.dims - 1;
   while (program.size[outer] == 1) {
     --outer;
@@ -79,6 +84,7 @@ Error run_halves(const Program& program, Stream stream, bool needs_form, bool* i
   int64_t half = program.size[outer] / 2;
   half -= half < kMaskBits ? 0 : half % kMaskBits;  // vectors stay aligned
   Program first = program, second = program;
+  first.dims = second.dims = outer + 1;
   first.size[outer] = half;
   second.size[outer] -= half;
   second.output = advance(program.output, program.element, program.numel() / program.size[outer] * half);

@@ -52,7 +52,8 @@ class Thread {
         }
       }
       if constexpr (Form::spread == Spread::sample) {
-        outer_[u][1] = sample;  // no more is needed: the rest is dense, or the same in all of the sample's rows
+        outer_[u][0] = 0;  // what isn't dense is the same in all of the sample's rows
+        outer_[u][1] = sample;
       } else {
         find_row(i, outer_[u]);
       }
