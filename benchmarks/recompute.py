@@ -96,6 +96,7 @@ class Case:
         memory_at_most, kernels_at_most, time_at_most: of the unmodified model's, if there is a target.
         dtype: of autocast; None: the model itself is in bfloat16.
         convolutions: whether depthwise convolutions are recomputed too.
+        memory_format: of images, and of the model.
     """
 
     create: object
@@ -106,12 +107,13 @@ class Case:
     vocabulary: int | None = None
     convolutions: bool = False
     time_at_most: float | None = None
+    memory_format: torch.memory_format = torch.channels_last
 
     def batch(self, device, count=None):
         shape = (count or self.shape[0], *self.shape[1:])
         if self.vocabulary:
             return torch.randint(1, self.vocabulary, shape, device=device)
-        return torch.randn(shape, device=device).to(memory_format=torch.channels_last)
+        return torch.randn(shape, device=device).to(memory_format=self.memory_format)
 
 
 def vision(name, batch, memory_at_most=None, kernels_at_most=None, dtype=torch.bfloat16, **options):
@@ -146,6 +148,8 @@ CASES = {
     "mobilenet_v2 float32": vision("mobilenet_v2", 192, 0.38, 1.00, torch.float32),
     "resnet50 float32": vision("resnet50", 128, 0.60, 1.04, torch.float32),
     "efficientnet_b0 float32": vision("efficientnet_b0", 128, 0.35, 1.03, torch.float32),
+    "resnet50, contiguous": vision("resnet50", 256, memory_format=torch.contiguous_format),
+    "resnet50, contiguous float32": vision("resnet50", 128, dtype=torch.float32, memory_format=torch.contiguous_format),
     # Small batches, whose steps wait for the host.
     "mobilenet_v2, few": vision("mobilenet_v2", 16, time_at_most=1.08),
     "efficientnet_b3, few": vision("efficientnet_b3", 16, time_at_most=1.08),
@@ -162,7 +166,7 @@ def measure(name, case):
     dtype = case.dtype or torch.float32  # without autocast
     torch.manual_seed(0)
     before = case.create().cuda().train()
-    before = before if case.vocabulary else before.to(memory_format=torch.channels_last)
+    before = before if case.vocabulary else before.to(memory_format=case.memory_format)
     with autocast(dtype):
         scope = activations_cuda.recompute(convolutions=case.convolutions)
         after = activations_cuda.convert(copy.deepcopy(before), case.batch("meta"), recompute=scope)

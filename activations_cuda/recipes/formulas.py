@@ -157,8 +157,8 @@ class Facts:
         is_tabulated: whether it is a function of one number: half types have so few that a table holds them all.
         is_movement: whether its elements are its operands'. So a float32 tensor that came from a half type can be moved before
             it is cast.
-        varies: whether on the CPU its bits differ between vectors and single elements, and so with the layout; or a function of
-            its arguments that says so.
+        varies: whether on the CPU its bits differ between vectors and single elements, and so with the layout, or between the
+            formula and its program; or a function of its arguments that says so.
     """
 
     in_place: Callable[..., Tensor] | None = None
@@ -219,6 +219,7 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     norms.batch_norm_elementwise: Facts(program=norm("batch_norm", "channels", "channels", bias=0.0)),
     norms.batch_norm_scaled: Facts(program=norm("scaled_norm", "channels", "channels")),
     norms.batch_norm_affine: Facts(program=norm("affine_norm", "channels", "channels", bias=0.0)),
+    norms.batch_norm_in_two: Facts(program=norm("group_norm", "channels", "channels")),
     norms.group_norm_in_two: Facts(program=norm("group_norm", "groups", "channels", bias=0.0)),
     norms.group_norm_affine: Facts(program=norm("affine_norm", "groups", "channels", bias=0.0)),
     norms.group_norm_centered: Facts(program=norm("layer_norm", "groups", "channels")),

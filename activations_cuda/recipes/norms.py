@@ -148,7 +148,8 @@ def batch_norm(op: Any, eps: str, formulas: tuple[Formula, ...], on_cpu: tuple[F
 
 
 batch_norm_affine = _formula("batch_norm_affine", _of_channels, _affine)  # the CPU's
-batch_norm_scaled = _formula("batch_norm_scaled", _of_channels, _scaled)  # cuDNN's, channels-last and for many shapes
+batch_norm_scaled = _formula("batch_norm_scaled", _of_channels, _scaled)  # cuDNN's, channels-last
+batch_norm_in_two = _formula("batch_norm_in_two", _of_channels, _in_two)  # cuDNN's, contiguous, of small channels
 
 
 def batch_norm_elementwise(x, w, b, mean, invstd, *var_and_eps):
@@ -158,7 +159,7 @@ def batch_norm_elementwise(x, w, b, mean, invstd, *var_and_eps):
 
 NATIVE = batch_norm_elementwise, batch_norm_affine
 NATIVE_ON_CPU = (batch_norm_affine,)
-CUDNN = batch_norm_elementwise, batch_norm_scaled
+CUDNN = batch_norm_elementwise, batch_norm_scaled, batch_norm_in_two
 
 
 def _invstd(var, eps):

@@ -53,7 +53,7 @@ FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
   } else if constexpr (opcode == Opcode::affine_norm) {  // ATen's on the CPU
     const float scale = c * b;
     return fma(x, scale, fma(-a, scale, d));
-  } else if constexpr (opcode == Opcode::group_norm) {  // ATen's, where another kernel has taken the parameters together
+  } else if constexpr (opcode == Opcode::group_norm) {  // ATen's, and cuDNN's batch norm: parameters first
     const float scale = c * b;
     return fma(x, scale, d - a * scale);
   } else if constexpr (opcode == Opcode::layer_norm) {

@@ -2,6 +2,8 @@
 // compilers can work at once: together they take minutes.
 #pragma once
 
+#include <type_traits>
+
 #include "forms.h"
 #include "launch.cuh"
 
@@ -34,81 +36,88 @@ template <Layout layout>
 using Add = InstructionOf<Opcode::add, layout, number>;
 template <Layout layout>
 using Multiply = InstructionOf<Opcode::multiply, layout>;
+using Bits = Multiply<Layout::bits>;
 
-// A normalization, and what follows it: nothing, an activation or its gradient, a gate or its gradient, a residual, or another
-// normalization of the same kind as one.
+// A smooth activation and its gradient: in half types by tables, in float32 SiLU's.
+template <int n>
+using Smooth = std::conditional_t<n == 8, LookUp, Silu>;
+template <int n>
+using SmoothGradient = std::conditional_t<n == 8, Gradient, SiluGradient>;
+
+// A normalization, and what follows it: nothing, an activation or its gradient, a gate or its gradient, dropout, a residual, or
+// another normalization of the same kind as one.
 template <class T, int n, class Norm>
 bool start_norm_of_columns(const Program& program, Stream stream) {
-  if constexpr (n == 8) {
-    if (start_one_of<
-            T, n, Form<4, two, Load, Norm, LookUp>, FormOfSample<4, Load, Norm, LookUp, Multiply<gate>>,
-            Form<4, two, Load, Norm, LookUp, Multiply<dense>>, Form<4, two, Load, Norm, Gradient>,
-            Form<4, two, Load, Norm, LookUp, Stash, Load, Norm, Add<stash>>>(program, stream)) {
-      return true;
-    }
-  } else if (start_one_of<
-                 T, n, Form<2, two, Load, Norm, Silu>, FormOfSample<2, Load, Norm, Silu, Multiply<gate>>,
-                 Form<2, two, Load, Norm, Silu, Multiply<dense>>, Form<2, two, Load, Norm, SiluGradient>>(program, stream)) {
-    return true;
-  }
   // Four vectors share what they read of a column. In float32, of twice the bytes, two are enough.
   constexpr int some = n == 8 ? 4 : 2;
   return start_one_of<
-      T, n, Form<some, two, Load, Norm>, Form<some, two, Load, Norm, Clamp>, Form<some, two, Load, Norm, Add<dense>>,
-      Form<some, two, Load, Norm, Add<dense>, Clamp>, FormOfSample<some, Load, Norm, Clamp, Multiply<gate>>,
-      Form<2, two, Load, Norm, Clamp, Multiply<dense>>,
+      T, n, Form<some, two, Load, Norm>, Form<some, two, Load, Norm, Clamp>, Form<some, two, Load, Norm, Smooth<n>>,
+      Form<some, two, Load, Norm, SmoothGradient<n>>, FormOfSample<some, Load, Norm, Clamp, Multiply<gate>>,
+      FormOfSample<some, Load, Norm, Smooth<n>, Multiply<gate>>, Form<2, two, Load, Norm, Clamp, Multiply<dense>>,
+      Form<some, two, Load, Norm, Smooth<n>, Multiply<dense>>, Form<2, two, Load, Norm, Clamp, Bits, Multiply<number>>,
+      Form<some, two, Load, Norm, Add<dense>>, Form<some, two, Load, Norm, Add<dense>, Clamp>,
+      Form<some, two, Load, Norm, Smooth<n>, Add<dense>>,
       FormOfSample<some, Load, Norm, Multiply<gate>, Add<dense>, Clamp>,  // squeeze-and-excitation
       Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,               // stochastic depth
       Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>, Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>>,
       Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
+      Form<some, two, Load, Norm, Smooth<n>, Stash, Load, Norm, Add<stash>>,
       Form<some, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(program, stream);
 }
 
-template <class T, int n, Spread spread, int dims, class Norm>
-bool start_norm_and_table(const Program& program, Stream stream) {
-  if constexpr (n == 8) {
-    constexpr int some = spread == Spread::row ? 4 : 2;  // of two rows' values four would take too many registers
-    return start_one_of<
-        T, n, FormOfRows<some, dims, spread, Load, Norm, LookUp>,
-        FormOfRows<some, dims, spread, Load, Norm, LookUp, Multiply<gate>>,
-        FormOfRows<some, dims, spread, Load, Norm, Gradient>>(program, stream);
-  }
-  return false;
+// The same of contiguous planes, each a row. Of two rows' values four vectors would take too many registers.
+template <class T, int n, Spread spread, class Norm>
+bool start_norm_of_planes(const Program& program, Stream stream) {
+  constexpr int some = spread == Spread::row && n == 8 ? 4 : 2;
+  return start_one_of<
+      T, n, FormOfRows<1, three, spread, LoadAny, Norm>, FormOfRows<2, three, spread, Load, Norm, Clamp>,
+      FormOfRows<some, three, spread, Load, Norm, Smooth<n>>, FormOfRows<some, three, spread, Load, Norm, SmoothGradient<n>>,
+      FormOfRows<2, three, spread, Load, Norm, Clamp, Multiply<gate>>,
+      FormOfRows<some, three, spread, Load, Norm, Smooth<n>, Multiply<gate>>,
+      FormOfRows<2, three, spread, Load, Norm, Add<dense>>, FormOfRows<2, three, spread, Load, Norm, Add<dense>, Clamp>,
+      FormOfRows<2, three, spread, Load, Norm, Smooth<n>, Add<dense>>,
+      FormOfRows<2, three, spread, Load, Norm, Multiply<gate>, Add<dense>>,
+      FormOfRows<2, three, spread, Load, Norm, Multiply<gate>, Add<dense>, Clamp>,
+      FormOfRows<2, three, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(program, stream);
 }
 
-template <class T, int n, Spread spread, int dims, class Norm>
-bool start_norm_of_rows(const Program& program, Stream stream) {
+// A group norm is in float32 under autocast, and so is what follows it.
+template <class T, int n, Spread spread>
+bool start_group_norm(const Program& program, Stream stream) {
+  using Norm = InstructionOf<Opcode::group_norm, row, same_row, row, same_row>;
+  if constexpr (n == 8) {
+    constexpr int some = spread == Spread::row ? 4 : 2;
+    if (start_one_of<
+            T, n, FormOfRows<some, more, spread, Load, Norm, LookUp>, FormOfRows<some, more, spread, Load, Norm, Gradient>>(
+            program, stream)) {
+      return true;
+    }
+  }
   return start_one_of<
-      T, n, FormOfRows<1, dims, spread, LoadAny, Norm>, FormOfRows<2, dims, spread, Load, Norm, Clamp>,
-      FormOfRows<2, dims, spread, LoadAny, Norm, Silu>, FormOfRows<2, dims, spread, LoadAny, Norm, SiluGradient>,
-      FormOfRows<2, dims, spread, Load, Norm, Add<dense>>, FormOfRows<2, dims, spread, Load, Norm, Add<dense>, Clamp>,
-      FormOfRows<2, dims, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(program, stream);
+      T, n, FormOfRows<2, more, spread, LoadAny, Norm>, FormOfRows<2, more, spread, LoadAny, Norm, Clamp>,
+      FormOfRows<2, more, spread, LoadAny, Norm, Silu>, FormOfRows<2, more, spread, LoadAny, Norm, SiluGradient>,
+      FormOfRows<2, more, spread, Load, Norm, Add<dense>>, FormOfRows<2, more, spread, Load, Norm, Add<dense>, Clamp>>(
+      program, stream);
 }
 
 // A contiguous plane is a row for batch and group norm, whose length often isn't a multiple of a vector's: 14 x 14 isn't one of
 // eight, nor 7 x 7 of four.
-template <class T, int n>
+template <class T, int n, Spread spread>
 bool start_rows(const Program& program, Stream stream) {
   using BatchNorm = InstructionOf<Opcode::batch_norm, row, same_row, same_row, same_row>;
-  using GroupNorm = InstructionOf<Opcode::group_norm, row, same_row, row, same_row>;
-  const auto is_read_in_vectors = [](const Program::Operand& operand) { return operand.stride[0] != 0; };
-  return fits_across_rows(program, n, is_read_in_vectors) &&
-         (start_norm_and_table<T, n, Spread::row, three, BatchNorm>(program, stream) ||
-          start_norm_and_table<T, n, Spread::anywhere, three, BatchNorm>(program, stream) ||
-          start_norm_of_rows<T, n, Spread::row, three, BatchNorm>(program, stream) ||
-          start_norm_of_rows<T, n, Spread::anywhere, three, BatchNorm>(program, stream) ||
-          start_norm_and_table<T, n, Spread::row, more, GroupNorm>(program, stream) ||
-          start_norm_of_rows<T, n, Spread::row, more, GroupNorm>(program, stream) ||
-          start_norm_and_table<T, n, Spread::anywhere, more, GroupNorm>(program, stream) ||
-          start_one_of<
-              T, n, FormOfRows<2, more, Spread::anywhere, LoadAny, GroupNorm>,
-              FormOfRows<2, more, Spread::anywhere, Load, GroupNorm, Clamp>>(program, stream));
+  using NormOfCudnn = InstructionOf<Opcode::group_norm, row, same_row, same_row, same_row>;
+  constexpr bool is_of_cudnn = n == 4 || std::is_same_v<T, c10::Half>;  // which PyTorch doesn't call in bfloat16
+  if constexpr (is_of_cudnn) {
+    if (start_norm_of_planes<T, n, spread, NormOfCudnn>(program, stream)) {
+      return true;
+    }
+  }
+  return start_norm_of_planes<T, n, spread, BatchNorm>(program, stream) || start_group_norm<T, n, spread>(program, stream);
 }
 
 template <class T, int n>
 bool start_common(const Program& program, Stream stream) {
   using LayerNorm = InstructionOf<Opcode::layer_norm, row, same_row, column, column>;
-  using Bits = Multiply<Layout::bits>;
   // Channels-last.
   return start_norm_of_columns<T, n, InstructionOf<Opcode::batch_norm, column, column, column, column>>(program, stream) ||
          start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column, column>>(program, stream) ||
@@ -119,13 +128,13 @@ bool start_common(const Program& program, Stream stream) {
              Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
              Form<1, two, LoadAny, Multiply<row>, Multiply<column>>,
              Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
-             Form<4, two, Load, LookUp, Multiply<dense>>,                                // SwiGLU
-             Form<4, two, InstructionOf<Opcode::load, apart>, LookUp, Multiply<apart>>,  // the same of one tensor's halves
-             Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,                          // or of two dtypes, or broadcast
-             Form<4, two, Load, LookUp, Multiply<number>>,                               // scaled, as in nets without norms
-             Form<4, two, Load, Multiply<number>, LookUp, Multiply<dense>>,              // quick GELU
-             Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                          // repeated by upsampling
-             Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                    // scaled residuals
+             Form<4, two, Load, Smooth<n>, Multiply<dense>>,                                // SwiGLU
+             Form<4, two, InstructionOf<Opcode::load, apart>, Smooth<n>, Multiply<apart>>,  // the same of one tensor's halves
+             Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,                             // or of two dtypes, or broadcast
+             Form<4, two, Load, LookUp, Multiply<number>>,                                  // scaled, as in nets without norms
+             Form<4, two, Load, Multiply<number>, LookUp, Multiply<dense>>,                 // quick GELU
+             Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                             // repeated by upsampling
+             Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                       // scaled residuals
              Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
              Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
              Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,
@@ -143,7 +152,10 @@ bool start_common(const Program& program, Stream stream) {
 
 template <class T, int n>
 bool start_any_form(const Program& program, Stream stream) {
-  return start_rows<T, n>(program, stream) || (is_in_vectors(program, n) && start_common<T, n>(program, stream));
+  const auto is_read_in_vectors = [](const Program::Operand& operand) { return operand.stride[0] != 0; };
+  return (fits_across_rows(program, n, is_read_in_vectors) &&
+          (start_rows<T, n, Spread::row>(program, stream) || start_rows<T, n, Spread::anywhere>(program, stream))) ||
+         (is_in_vectors(program, n) && start_common<T, n>(program, stream));
 }
 
 }  // namespace
