@@ -331,20 +331,29 @@ def test_a_warning_that_is_an_error_changes_nothing():
     assert activations_cuda.converted(model) == {"ReLU": 1}
 
 
-def test_an_interrupt_leaves_a_model_as_it_was(monkeypatch):
-    set_class = conversion.set_class
+@pytest.mark.parametrize("is_converted", [False, True], ids=["", "converted"])
+@pytest.mark.parametrize("at", range(4))
+def test_an_interrupt_leaves_a_model_as_it_was(at, is_converted, monkeypatch):
+    set_class, calls = conversion.set_class, itertools.count()
 
     def interrupted(module, kind):
         set_class(module, kind)
-        if module is model[1]:
+        if next(calls) == at:
             monkeypatch.undo()
             raise KeyboardInterrupt
 
-    model = nn.Sequential(nn.ReLU6(), nn.ReLU6(), nn.ReLU6())
+    model = nn.Sequential(nn.ReLU6(), nn.Hardtanh(), nn.Hardsigmoid(), nn.Hardshrink())
+    other = nn.Sequential(model[0])
+    if is_converted:
+        activations_cuda.convert(model)
+    before = [(module, type(module)) for module in model.modules()]
     monkeypatch.setattr(conversion, "set_class", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        activations_cuda.convert(model)
-    assert activations_cuda.converted(model) == {}
+        activations_cuda.convert(model, recompute=True)
+    assert [(module, type(module)) for module in model.modules()] == before
+    assert type(other[0]) is nn.ReLU6
+    activations_cuda.revert(model)
+    assert model[0] is other[0] and activations_cuda.converted(model) == {}
 
 
 class HasOptions(nn.Module):
