@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -511,6 +512,30 @@ def test_an_optimizer_that_counts_no_version():
         return weight.grad, x.grad
 
     same_with_scope(run)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda y: y.clamp_(max=1), lambda y: y.detach().mul_(2), lambda y: torch._foreach_mul_([y], 2)],
+    ids=["no_grad", "detached", "foreach"],
+)
+def test_what_reads_a_recipes_tensor_after_it_was_written_to(write):
+    """What saved it before is never differentiated, so the write is no error."""
+
+    def run(scope, is_written):
+        x = torch.linspace(-1, 1, 64 * 64).view(64, 64).requires_grad_()
+        with scope():
+            y = x.exp() + 1 * x
+            logged = (y * y).mean()
+            if is_written:
+                with torch.no_grad():
+                    write(y)
+            loss = (y * 2).square().sum()
+        (grad,) = torch.autograd.grad(loss, x)
+        return grad, logged.detach()
+
+    run(recompute, is_written=False)  # chooses the recipes
+    same_with_scope(partial(run, is_written=True))
 
 
 @pytest.mark.parametrize("function", [F.relu, lambda x: x.exp() * F.silu(x)], ids=["relu", "product"])

@@ -130,7 +130,9 @@ bool Value::is_current() const {
   if (!is_recipe()) {
     return (held.defined() ? version_of(held) : int64_t{version_outside.current_version()}) == version;
   }
-  return std::all_of(roots.begin(), roots.end(), [](const py::object& root) { return value_of(root).is_current(); });
+  // What it replaces may have been written to where autograd doesn't see it, and others may read that.
+  return (!replaced || int64_t{replaced->current_version()} == version) &&
+         std::all_of(roots.begin(), roots.end(), [](const py::object& root) { return value_of(root).is_current(); });
 }
 
 bool Value::follows_from_outside() const {
