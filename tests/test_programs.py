@@ -503,6 +503,14 @@ def test_trials_run_no_formula_by_ops_where_the_kernel_fits():
     assert not ran
 
 
+@pytest.mark.parametrize("bounds", [(math.nan, math.nan), (math.nan, 1.0), (1.0, math.nan)], ids=str)
+def test_bounds_that_are_nan(bounds, device):
+    """By the op, which makes NaN of everything."""
+    x = torch.linspace(-2, 2, 4096, device=device)
+    assert fused(F.hardtanh, (x,), (-1.0, 1.0), x) is not None
+    assert fused(F.hardtanh, (x,), bounds, x) is None
+
+
 def test_subnormals_that_the_cpu_flushes():
     torch.set_flush_denormal(True)
     try:

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <utility>
 
@@ -315,7 +316,7 @@ class Builder {
     } else {
       return false;
     }
-    return true;
+    return !std::isnan(to->number);  // as a bound it would be ignored
   }
 
   bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
