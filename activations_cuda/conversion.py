@@ -181,15 +181,18 @@ def convert(
     is_in_vain = are_candidates and not functions and not in_scope
     if is_in_vain:  # before anything changes: it may be an error
         warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
-    before = [(module, type(module), module._modules.copy()) for module in nn.Module.modules(model)]
+    before = [(module, type(module), [*module._modules.items()]) for module in nn.Module.modules(model)]
     try:
         if surveyed or options:
             revert_all(model)
         _replace(model, kinds)
     except BaseException:  # of a class whose instances can have no other, or an interrupt
         for module, kind, children in before:
-            module._modules.update(children)
-            set_class(module, kind)
+            for name, child in children:
+                if module._modules[name] is not child:
+                    module._modules[name] = child
+            if type(module) is not kind:
+                set_class(module, kind)
         raise
     if not is_in_vain:
         _say("convert: %s", "; ".join(lines))
