@@ -455,6 +455,8 @@ RECOMPUTE = [
     Mutant("what an earlier step computed", LEAVES, "std::max(begins, last_backward.ended)", "begins"),
     Mutant("trials far from the mean", RECIPES + "verification.py", "std=2.0 ** -(trial % 8), ", ""),
     Mutant("trials without zeros", RECIPES + "verification.py", "if trial % 8 == 3:", "if False:"),
+    Mutant("equal in an earlier pass", VALUE, "!is_of_earlier_pass(before.sequence, before.thread)", "true"),
+    Mutant("a recipe's tensor was written to", VALUE, "!replaced || int64_t{replaced->current_version()} == version", "true"),
     Mutant("equal but for a number", VALUE, "a.is(b) || py::repr(a).equal(py::repr(b))", "true"),
     Mutant(
         "statistics in columns", DERIVATION, "!strides || !agree(sizes, *strides", "!strides || false && !agree(sizes, *strides"
