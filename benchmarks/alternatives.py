@@ -123,7 +123,7 @@ def measure(model, case, way):
 def rows_of(name):
     case = CASES[name]
     torch.manual_seed(0)
-    model = case.create().cuda().train()
+    model = case.model().cuda()
     for way in tqdm(WAYS, desc=name, unit=" ways"):
         row = {"model": name, "way": way, "batch": case.shape[0]}
         try:

@@ -63,7 +63,7 @@ def main():
     rows = [row for row in record.earlier(path, origin).get("rows", []) if row["model"] not in chosen]
     torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(0).total_memory)
     for name in tqdm(chosen, unit=" models"):
-        model = CASES[name].create().train()
+        model = CASES[name].model()
         rows.append({"model": name, **{way: largest_batch(model, CASES[name], WAYS[way], *MODELS[name]) for way in WAYS}})
         rows.sort(key=lambda row: list(MODELS).index(row["model"]))
         record.write(path, {**origin, "cap_gib": CAP / GIB, "rows": rows})

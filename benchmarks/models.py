@@ -187,7 +187,7 @@ class Training:
 
     def __init__(self, model, batch, dtype, wrap=None, captured=False):
         self.losses = []
-        self.model = model.cuda().to(memory_format=torch.channels_last).train()
+        self.model = model.cuda().train()
         self.forward = wrap(self.model) if wrap else self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         self.batch = batch

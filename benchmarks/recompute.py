@@ -109,6 +109,9 @@ class Case:
     time_at_most: float | None = None
     memory_format: torch.memory_format = torch.channels_last
 
+    def model(self):
+        return self.create().to(memory_format=self.memory_format).train()
+
     def batch(self, device, count=None):
         shape = (count or self.shape[0], *self.shape[1:])
         if self.vocabulary:
@@ -165,8 +168,7 @@ def measure(name, case):
     earlier = torch.cuda.memory_allocated()
     dtype = case.dtype or torch.float32  # without autocast
     torch.manual_seed(0)
-    before = case.create().cuda().train()
-    before = before if case.vocabulary else before.to(memory_format=case.memory_format)
+    before = case.model().cuda()
     with autocast(dtype):
         scope = activations_cuda.recompute(convolutions=case.convolutions)
         after = activations_cuda.convert(copy.deepcopy(before), case.batch("meta"), recompute=scope)

@@ -17,7 +17,7 @@ from benchmarks.recompute import CASES
 
 def measure(name, case):
     with torch.device("meta"):
-        model = case.create().train()
+        model = case.model()
     batch = case.batch("meta")
     with autocast(case.dtype or torch.float32):
         report = memory_report(model, batch, recompute=True)
