@@ -101,6 +101,7 @@ VALUE = "csrc/binding/recipes/value.cpp"
 VALUE_HEADER = "csrc/binding/recipes/value.h"
 WEAK_TENSOR = "csrc/binding/recipes/weak_tensor.cpp"
 COMPUTING = "csrc/binding/recipes/computing.cpp"
+COMPUTING_HEADER = "csrc/binding/recipes/computing.h"
 FUSION = "csrc/binding/recipes/fusion.cpp"
 INSTRUCTIONS = "csrc/recipes/instructions.h"
 PROGRAM = "csrc/recipes/program.h"
@@ -378,7 +379,12 @@ RECOMPUTE = [
     ),
     Mutant("nodes by their address alone", VALUE, " || found->second->node_->expired()", ""),
     Mutant("writes to what others hold", COMPUTING, " && strided.storage().use_count() == 1", ""),
-    Mutant("computed under autocast", HOOK, "no_autocast(c10::autocast_dispatch_keyset)", "no_autocast(c10::DispatchKeySet())"),
+    Mutant(
+        "computed under autocast",
+        COMPUTING_HEADER,
+        "no_autocast{c10::autocast_dispatch_keyset}",
+        "no_autocast{c10::DispatchKeySet()}",
+    ),
     Mutant("a value of another version", VALUE, "version != version_of(tensor) || ", ""),
     Mutant(
         "an operand that was written to",
@@ -450,7 +456,7 @@ RECOMPUTE = [
     Mutant("trials at each use", RECIPES + "verification.py", "_chosen_by_trials.get(each.configuration)", "None"),
     Mutant("trials in another dtype", RECIPES + "norms.py", "[torch.zeros_like(each) for each in statistics]", "[None, None]"),
     Mutant("whatever the eps", DERIVATION, "py::isinstance(recipe.formula, callbacks().candidates)", "false"),
-    Mutant("tangents in recipes", HOOK, "no_tangents(false)", "no_tangents(true)"),
+    Mutant("tangents in recipes", COMPUTING_HEADER, "no_tangents{false}", "no_tangents{true}"),
     Mutant("what an earlier scope computed", OPERANDS, " || is_outdated(step)", ""),
     Mutant("what an earlier step computed", LEAVES, "std::max(begins, last_backward.ended)", "begins"),
     Mutant("trials far from the mean", RECIPES + "verification.py", "std=2.0 ** -(trial % 8), ", ""),

@@ -1,9 +1,11 @@
 """Recipes are verified: a wrong rule isn't used, and a first batch that proves nothing isn't trusted."""
 
 import contextlib
+import itertools
 import math
 import re
 import signal
+import sys
 from functools import partial
 
 import pytest
@@ -210,6 +212,33 @@ def test_what_a_signal_raises_is_raised(error, monkeypatch):
         sum(range(100))
     assert raised.value is error
     assert top_hooks() is None
+
+
+def test_an_interrupt_leaves_the_modes_as_they_were():
+    """Whatever function it comes in."""
+    net, x = small_net()
+    before = sys.gettrace()
+
+    def interrupt(frame, event, _):
+        nonlocal left
+        left -= "recipes" in frame.f_code.co_filename or frame.f_code.co_filename.endswith(("contextlib.py", "grad_mode.py"))
+        if left == 0:
+            raise KeyboardInterrupt
+
+    for count in itertools.count(1):
+        left = count
+        forget_choices()
+        try:
+            with recompute(check=True):
+                sys.settrace(interrupt)
+                net(x).sum()
+                sys.settrace(before)
+        except KeyboardInterrupt:
+            sys.settrace(before)
+        assert torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled() and torch._C._is_torch_function_enabled()
+        if left > 0:
+            break
+    assert count > 10
 
 
 class Handler:

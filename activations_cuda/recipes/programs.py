@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from activations_cuda.recipes.step import computing
+from activations_cuda import _C
 
 Reference = float | tuple[int] | tuple[int, str, float]
 Instruction = tuple[str, bool, tuple[Reference, ...]]  # its opcode, whether its result is rounded, what it reads
@@ -51,7 +51,7 @@ def table(formula: Callable[..., Tensor], arguments: tuple[Any, ...], dtype: tor
         others = sum((each[0], *each[2:]) == (formula, dtype, like.device) for each in known)
         if others == MAX_TABLES or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None  # a graph's memory is its own
-        with computing():
+        with _C.recipes.Computing():
             numbers = torch.arange(2**16, dtype=torch.int32, device=like.device).to(torch.int16).view(dtype)
             values = formula(numbers, *arguments)
             alone = formula(numbers.repeat_interleave(2)[::2], *arguments)  # not in vectors

@@ -3,13 +3,11 @@
 A value (``_C.recipes.Value``) stands for a saved tensor: the tensor itself, kept, or a recipe, which computes it from others.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from activations_cuda import _C
 
@@ -25,18 +23,6 @@ class Underivable(Exception):
 
 class NothingYet(Exception):
     """The hooks around the scope can't give a tensor back before the backward pass."""
-
-
-@contextmanager
-def computing() -> Iterator[None]:
-    """As an op's own forward runs: below autograd, autocast and ``__torch_function__``."""
-    with (
-        torch._C.DisableTorchFunction(),
-        torch.no_grad(),
-        torch._C._DisableAutocast(),
-        forward_ad._set_fwd_grad_enabled(False),
-    ):
-        yield
 
 
 Result = tuple[Any, tuple[Any, ...], tuple[Any, ...]]  # what a rule gives: formula, operands, arguments
@@ -123,7 +109,7 @@ class Step:
 
     def computed(self, function: Callable[..., Tensor], value: Any, *arguments: Any) -> Any:
         """A small tensor that follows from a value, computed now and kept."""
-        with computing():
+        with _C.recipes.Computing():
             return _C.recipes.keep(function(value.tensor(), *arguments), None)
 
     def arguments(self, *names: str) -> tuple[Any, ...]:
@@ -133,7 +119,7 @@ class Step:
         """A number that the node doesn't save, read from the tensor itself without waiting for the device."""
         if self.tensor is None:
             raise Underivable
-        with computing():
+        with _C.recipes.Computing():
             number = read(*(operand.tensor() for operand in operands), self.tensor)
         is_at_hand = number.device.type == "cpu" and type(number) is Tensor
         return number.item() if is_at_hand else _C.recipes.keep(number, self._hook.outer)

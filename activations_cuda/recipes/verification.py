@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from activations_cuda import _C
-from activations_cuda.recipes.step import NothingYet, computing
+from activations_cuda.recipes.step import NothingYet
 
 log = logging.getLogger("activations_cuda")
 
@@ -222,7 +222,7 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
         return False  # comparing waits for the device
     start, firsts = time.perf_counter(), sum(each.configuration not in _unproven for each, _ in untried)
     try:
-        with computing():
+        with _C.recipes.Computing():
             return _verify(recipe, untried, tensor)
     except NothingYet:
         return False  # the hooks around the scope may have it at its next use

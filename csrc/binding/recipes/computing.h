@@ -1,9 +1,20 @@
 // From a value to its tensor.
 #pragma once
 
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include "value.h"
 
 namespace fastact::recipes {
+
+// While it lives, what is called runs as an op's own forward does: below autograd and autocast.
+struct Computing {
+  const at::NoGradGuard no_grad;
+  const at::AutoFwGradMode no_tangents{false};  // autograd has saved them itself
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
 
 // While a tensor is packed, values are read only to verify recipes. The hooks around the scope then get their tensor back,
 // because those that offload asynchronously return each one once.

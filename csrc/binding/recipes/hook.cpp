@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
@@ -290,14 +289,11 @@ PyObject* called_to_unpack(PyObject*, PyObject* object) {
   if (value.held.defined()) {
     return THPVariable_Wrap(value.compute());
   }
-  // As an op's own forward runs: below autograd and autocast. What is computed in inference mode would have no version.
-  std::optional<c10::InferenceMode> no_inference;
+  std::optional<c10::InferenceMode> no_inference;  // what is computed in it would have no version
   if (c10::InferenceMode::is_enabled()) {
     no_inference.emplace(false);
   }
-  const at::NoGradGuard no_grad;
-  const at::AutoFwGradMode no_tangents(false);  // autograd has saved them itself
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const Computing computing;
   value.check_unwritten();
   return THPVariable_Wrap(unshared(value, value.give()));
   END_HANDLE_TH_ERRORS

@@ -1,11 +1,14 @@
 #include "module.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "calls.h"
+#include "computing.h"
 #include "derivation.h"
 #include "formulas.h"
 #include "fusion.h"
@@ -51,6 +54,32 @@ py::object or_underivable(py::object value) {
   return value;
 }
 
+// Computing as a context manager, which also disables __torch_function__. Several of Python's own, nested, could leave the
+// thread without gradients where an interrupt comes between them.
+class ComputingInPython {
+ public:
+  ~ComputingInPython() { exit({}); }
+
+  void enter() {
+    computing_.emplace();
+    functions_ = Functions::get_disabled_state();
+    Functions::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+
+  void exit(const py::args&) {
+    if (computing_) {
+      Functions::set_disabled_state(functions_);
+      computing_.reset();
+    }
+  }
+
+ private:
+  using Functions = at::impl::PythonTorchFunctionTLS;
+
+  std::optional<Computing> computing_;
+  at::impl::TorchFunctionDisabledState functions_ = at::impl::TorchFunctionDisabledState::ENABLED;
+};
+
 // To set up, in recipes/hook.py and scope.py.
 void add_settings(py::module_& module) {
   const py::str as_strided("as_strided"), unpack_mask("unpack_mask");
@@ -71,6 +100,10 @@ void add_settings(py::module_& module) {
 
 // For rules that are functions, by way of recipes/step.py.
 void add_step(py::module_& module) {
+  py::class_<ComputingInPython>(module, "Computing", py::module_local())
+      .def(py::init<>())
+      .def("__enter__", &ComputingInPython::enter)
+      .def("__exit__", &ComputingInPython::exit);
   module.def("operand", [](py::handle hook, py::handle node, size_t i, py::handle name, int depth) {
     const NodePointer pointer = node_behind(node);
     Step step(hook, pointer, 0, nullptr, depth);
