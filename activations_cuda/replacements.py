@@ -13,7 +13,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import cache, partial
-from inspect import signature, unwrap
+from inspect import Parameter, getattr_static, signature, unwrap
 from typing import Any
 
 import torch
@@ -186,6 +186,14 @@ def _forward(self, *args, **kwargs):
 FORWARD = _forward.__code__
 
 
+def _signature(original):
+    """That of a method in place of its forward, which may be a static one, a class's or any callable."""
+    found, forward = signature(original.forward), getattr_static(original, "forward")
+    if isinstance(forward, (staticmethod, classmethod)) or not hasattr(forward, "__get__"):
+        return found.replace(parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *found.parameters.values()])
+    return found
+
+
 def _converted_class(original, names, recomputes):
     """The subclass of `original` for these names. Only its instances hold it."""
     for kind in type.__subclasses__(original):
@@ -198,7 +206,7 @@ def _converted_class(original, names, recomputes):
         )
     forward = functools.update_wrapper(types.FunctionType(FORWARD, globals(), "forward"), original.forward, updated=())
     with suppress(Exception):  # for what doesn't look behind a wrapper
-        forward.__signature__ = signature(original.forward)
+        forward.__signature__ = _signature(original)
     kind = subclass(
         original,
         {
@@ -273,5 +281,7 @@ def set_class(module: nn.Module, kind: type) -> None:
 
 def calls_its_class(module: nn.Module) -> bool:
     """Whether calling the module calls the forward of its class, and so that of any class that it gets."""
+    if isinstance(getattr_static(original_of(type(module)), "forward", None), property):
+        return False
     # accelerate's hooks call `_old_forward`; what its prepare keeps, `_original_forward`, is called by nobody.
     return "forward" not in vars(module) or any(name in ("forward", "_old_forward") for name in _bound_forwards(module))

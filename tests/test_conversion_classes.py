@@ -401,6 +401,40 @@ def test_signature_of_a_converted_forward():
     assert (inspect.getfullargspec(model.forward), inspect.signature(model.forward)) == expected
 
 
+class Forward:
+    def __call__(self, x, labels=None):
+        return F.relu6(x)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [staticmethod(lambda x, labels=None: F.relu6(x)), classmethod(lambda cls, x, labels=None: F.relu6(x)), Forward()],
+    ids=["static method", "class method", "object"],
+)
+def test_signature_of_a_forward_without_self(forward):
+    """transformers' Trainer drops columns of a dataset that the signature doesn't name."""
+    model = type("Net", (nn.Module,), {"forward": forward})()
+    expected = inspect.signature(model.forward)
+    assert list(expected.parameters) == ["x", "labels"]
+    activations_cuda.convert(model, torch.randn(2, 8, requires_grad=True), recompute=True)
+    assert activations_cuda.converted(model) == {"Net": 1}
+    assert inspect.signature(model.forward) == expected
+
+
+def test_a_forward_that_is_a_property():
+    class Net(nn.Module):
+        @property
+        def forward(self):
+            return F.relu6
+
+    model = Net()
+    with pytest.warns(UserWarning, match="called where it can't be replaced"):
+        activations_cuda.convert(model, torch.randn(2, 8, requires_grad=True))
+    assert type(model) is Net
+    with pytest.raises(ValueError, match="calls its class's forward, got one with its own"):
+        activations_cuda.convert(model, recompute=True)
+
+
 def test_a_metaclass_whose_classes_are_frozen():
     class Frozen(type):
         def __setattr__(cls, name, value):
