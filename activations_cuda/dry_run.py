@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import signal
 import sys
 import threading
 import weakref
@@ -185,6 +186,26 @@ def _run(run, copier, model, args, kwargs):
             raise
 
 
+@contextmanager
+def _interrupts_wait():
+    """An interrupt comes after the pass, since it could leave PyTorch's modes for fake tensors on; the second comes at once."""
+    try:
+        interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(interrupt):
+            raise ValueError
+        came = []
+        signal.signal(signal.SIGINT, lambda *arguments: interrupt(*arguments) if came else came.append(arguments))
+    except ValueError:  # in another thread than the main one, none comes
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+        if came:
+            interrupt(*came[0])
+
+
 def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None]) -> None:
     """Call run(copier, model, args, kwargs) with copies on fake tensors or, if the model depends on values, on real ones."""
     # A model on the meta device counts as one on the CPU, or on a GPU under CUDA's autocast: with meta tensors autocast
@@ -194,7 +215,7 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
     fake, mode = _fakes(device)
     copier = Copier(fake)
     is_there = device.type != "cuda" or torch.cuda.is_available()
-    with torch.inference_mode(False):
+    with _interrupts_wait(), torch.inference_mode(False):
         try:
             with _without_reports_of_fakes(), _only_fakes_afterwards(mode):
                 copies = copier((model, args, kwargs))

@@ -5,6 +5,7 @@ import itertools
 import logging
 import pickle
 import random
+import signal
 import warnings
 from functools import partial
 from typing import ClassVar
@@ -354,6 +355,34 @@ def test_an_interrupt_leaves_a_model_as_it_was(at, is_converted, monkeypatch):
     assert type(other[0]) is nn.ReLU6
     activations_cuda.revert(model)
     assert model[0] is other[0] and activations_cuda.converted(model) == {}
+
+
+PASSED = []
+
+
+class InterruptedModule(nn.Module):
+    def __init__(self, interrupts):
+        super().__init__()
+        self.interrupts = interrupts
+
+    def forward(self, x):
+        for i in range(self.interrupts):
+            signal.raise_signal(signal.SIGINT)
+            PASSED.append(i)
+        return F.relu6(x)
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupt_waits_for_the_pass_on_fake_tensors(interrupts):
+    """In which it could leave PyTorch's modes on; if it comes twice, it doesn't."""
+    model = InterruptedModule(interrupts)
+    PASSED.clear()
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        activations_cuda.convert(model, torch.randn(9, 8))
+    assert PASSED == [0]
+    assert type(model) is InterruptedModule
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 class HasOptions(nn.Module):
