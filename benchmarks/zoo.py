@@ -133,13 +133,17 @@ def main():
     argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__).parse_args()
     origin, path = record.origin(), record.path("-zoo")
     with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
-        runs = [
-            pool.submit(measure, names, create, DTYPES[i % len(DTYPES)], FORMATS[i % len(FORMATS)])
+        runs = {
+            names[0]: pool.submit(measure, names, create, DTYPES[i % len(DTYPES)], FORMATS[i % len(FORMATS)])
             for i, (names, create) in enumerate(choices())
-        ]
+        }
         rows = []
-        for run in tqdm(runs, unit=" nets"):
-            if row := run.result():
+        for name, run in tqdm(runs.items(), unit=" nets"):
+            try:
+                row = run.result()
+            except Exception as error:  # e.g. of a process that died
+                row = {"net": name, "failure": repr(error)}
+            if row:
                 rows.append(row)
                 record.write(path, {**origin, "batch": BATCH, "steps": STEPS, "rows": rows})
     print(tabulate(rows, headers="keys", disable_numparse=True))
