@@ -189,19 +189,16 @@ def _run(run, copier, model, args, kwargs):
 @contextmanager
 def _interrupts_wait():
     """An interrupt comes after the pass, since it could leave PyTorch's modes for fake tensors on; the second comes at once."""
-    try:
-        interrupt = signal.getsignal(signal.SIGINT)
-        if not callable(interrupt):
-            raise ValueError
-        came = []
-        signal.signal(signal.SIGINT, lambda *arguments: interrupt(*arguments) if came else came.append(arguments))
-    except ValueError:  # in another thread than the main one, none comes
-        yield
-        return
+    interrupt, came, is_waiting = signal.getsignal(signal.SIGINT), [], False
+    if callable(interrupt):
+        with suppress(ValueError):  # in another thread than the main one, to which none comes
+            signal.signal(signal.SIGINT, lambda *arguments: interrupt(*arguments) if came else came.append(arguments))
+            is_waiting = True
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, interrupt)
+        if is_waiting:
+            signal.signal(signal.SIGINT, interrupt)
         if came:
             interrupt(*came[0])
 
@@ -215,9 +212,9 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
     fake, mode = _fakes(device)
     copier = Copier(fake)
     is_there = device.type != "cuda" or torch.cuda.is_available()
-    with _interrupts_wait(), torch.inference_mode(False):
+    with torch.inference_mode(False):
         try:
-            with _without_reports_of_fakes(), _only_fakes_afterwards(mode):
+            with _interrupts_wait(), _without_reports_of_fakes(), _only_fakes_afterwards(mode):
                 copies = copier((model, args, kwargs))
                 with nullcontext() if is_there else mode:
                     _run(run, copier, *copies)
