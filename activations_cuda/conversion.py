@@ -25,6 +25,7 @@ from activations_cuda.replacements import (
     class_for,
     is_converted,
     is_derived,
+    is_property,
     original_of,
     recomputes,
     set_class,
@@ -79,6 +80,8 @@ def _check_forward(model):
             f"convert: with recompute=True expected a plain function as forward, got {kind.__name__}'s, a generator or "
             "coroutine, whose code runs after the scope has ended"
         )
+    if is_property(model):
+        raise ValueError(f"convert: with recompute=True expected a method as forward, got {kind.__name__}'s, a property")
     if not calls_its_class(model):
         raise ValueError(
             "convert: expected a model that calls its class's forward, got one with its own: convert it before accelerate's "
@@ -146,7 +149,7 @@ def convert(
             ``recompute`` that is neither a bool nor a scope, or a class derived from a converted one, e.g. by fully_shard.
         ValueError: a class that this package doesn't replace, ``classes`` were named and the model has none of them to
             convert, a lazy module that hasn't been called yet, or with ``recompute`` a model whose class has no plain forward
-            (a GraphModule, a generator or coroutine) or that has a forward of its own.
+            (a GraphModule, a generator, coroutine or property) or that has a forward of its own.
         RuntimeError: the forward pass depends on the values of tensors on the meta device, or calls a transform of torch.func.
     """
     check_model("convert", model)

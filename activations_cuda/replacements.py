@@ -189,7 +189,7 @@ FORWARD = _forward.__code__
 def _signature(original):
     """That of a method in place of its forward, which may be a static one, a class's or any callable."""
     found, forward = signature(original.forward), getattr_static(original, "forward")
-    if isinstance(forward, (staticmethod, classmethod)) or not hasattr(forward, "__get__"):
+    if isinstance(forward, (staticmethod, classmethod)) or not hasattr(type(forward), "__get__"):
         return found.replace(parameters=[Parameter("self", Parameter.POSITIONAL_ONLY), *found.parameters.values()])
     return found
 
@@ -279,9 +279,15 @@ def set_class(module: nn.Module, kind: type) -> None:
         vars(module)[name] = types.MethodType(kind.forward, module)  # type: ignore[attr-defined]
 
 
+def is_property(module: nn.Module) -> bool:
+    """Whether its forward is what a property returns, which takes the place of any forward in its class."""
+    forward = getattr_static(original_of(type(module)), "forward", None)
+    return isinstance(forward, (property, functools.cached_property))
+
+
 def calls_its_class(module: nn.Module) -> bool:
     """Whether calling the module calls the forward of its class, and so that of any class that it gets."""
-    if isinstance(getattr_static(original_of(type(module)), "forward", None), property):
+    if is_property(module):
         return False
     # accelerate's hooks call `_old_forward`; what its prepare keeps, `_original_forward`, is called by nobody.
     return "forward" not in vars(module) or any(name in ("forward", "_old_forward") for name in _bound_forwards(module))

@@ -2,6 +2,7 @@
 
 import copy
 import copyreg
+import functools
 import gc
 import inspect
 import io
@@ -421,9 +422,10 @@ def test_signature_of_a_forward_without_self(forward):
     assert inspect.signature(model.forward) == expected
 
 
-def test_a_forward_that_is_a_property():
+@pytest.mark.parametrize("kind", [property, functools.cached_property])
+def test_a_forward_that_is_a_property(kind):
     class Net(nn.Module):
-        @property
+        @kind
         def forward(self):
             return F.relu6
 
@@ -431,7 +433,7 @@ def test_a_forward_that_is_a_property():
     with pytest.warns(UserWarning, match="called where it can't be replaced"):
         activations_cuda.convert(model, torch.randn(2, 8, requires_grad=True))
     assert type(model) is Net
-    with pytest.raises(ValueError, match="calls its class's forward, got one with its own"):
+    with pytest.raises(ValueError, match="expected a method as forward, got Net's, a property"):
         activations_cuda.convert(model, recompute=True)
 
 
