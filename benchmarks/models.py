@@ -238,9 +238,11 @@ def local(tensor):
 def deterministic():
     """By default cuDNN in float32 and the backward passes of fused attention and of some embeddings don't repeat themselves."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def same(trainings):

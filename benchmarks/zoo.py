@@ -22,41 +22,49 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import activations_cuda
+from activations_cuda.recipes.verification import is_identical
 from benchmarks import record
-from benchmarks.models import GIB, Training, autocast, deterministic, from_timm, from_torchvision, same
+from benchmarks.models import GIB, Training, autocast, deterministic, from_timm, from_torchvision
 
 BATCH = 16
 STEPS = 3  # whose losses are compared, and the weights and buffers after them
 MAX_PARAMETERS = 40e6
 DTYPES = torch.bfloat16, torch.bfloat16, torch.float16, torch.float32  # of autocast
 FORMATS = torch.channels_last, torch.channels_last, torch.contiguous_format
-WORKERS = max(1, min(16, len(os.sched_getaffinity(0))))
+WORKERS = max(1, min(8, len(os.sched_getaffinity(0))))  # which share the GPU's memory
+
+
+def of_timm(module):
+    """The first small net of a module: its name, itself and what size of images it is meant for. None if there is none."""
+    import timm
+
+    for name in timm.list_models(module=module):
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in from_timm(name).parameters())
+        if count <= MAX_PARAMETERS:
+            net = from_timm(name)
+            return f"timm {name}", net, net.pretrained_cfg["input_size"]
+    return None
+
+
+def of_torchvision(name):
+    import torchvision
+
+    weights = torchvision.models.get_model_weights(name).DEFAULT
+    if weights.meta["num_params"] > MAX_PARAMETERS:
+        return None
+    size = weights.transforms().crop_size[0]
+    return f"torchvision {name}", from_torchvision(name, weights=None), (3, size, size)
 
 
 def choices():
-    """Names of nets, of each of which one is to be trained, and what creates a net of a name."""
     import timm
     import torchvision
 
     for module in timm.list_modules():
-        yield [f"timm {name}" for name in timm.list_models(module=module)], from_timm
+        yield partial(of_timm, module)
     for name in torchvision.models.list_models(module=torchvision.models):
-        yield [f"torchvision {name}"], partial(from_torchvision, weights=None)
-
-
-def is_small(create, name):
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in create(name).parameters()) <= MAX_PARAMETERS
-
-
-def images(name, net):
-    """A batch of the size that the net is meant for."""
-    if hasattr(net, "pretrained_cfg"):
-        return torch.randn(BATCH, *net.pretrained_cfg["input_size"])
-    import torchvision
-
-    size = torchvision.models.get_model_weights(name).DEFAULT.transforms().crop_size[0]
-    return torch.randn(BATCH, 3, size, size)
+        yield partial(of_torchvision, name)
 
 
 def with_logits(net):
@@ -78,38 +86,39 @@ def trained(net, batch, dtype):
 
 
 def is_equal(*trainings):
-    found = same(trainings)
-    return found["losses_equal"] and found["weights_equal"]
+    """Of each loss, weight and buffer; a NaN is equal to a NaN."""
+    states = [[torch.stack(training.losses), *training.model.state_dict().values()] for training in trainings]
+    return all(is_identical(*pair) for pair in zip(*states, strict=True))
 
 
-def measure(names, create, dtype, memory_format):
-    """A row, or None if there is no small net, or the one there is can't be trained unmodified either."""
+def measure(choice, dtype, memory_format):
+    """A row, or None if there is no small net."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    name = next((each for each in names if is_small(create, each.split()[1])), None)
-    if name is None:
-        return None
-    gc.collect()
-    torch.cuda.empty_cache()
-    earlier = torch.cuda.memory_allocated()
     torch.manual_seed(0)
-    net = create(name.split()[1]).cuda().to(memory_format=memory_format).train()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.dim() == 1:  # of zeros and ones, as norms and gates begin with, many formulas make the same
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    batch = images(name.split()[1], net).cuda().to(memory_format=memory_format)
-    fresh = copy.deepcopy(net)
+    found = choice()
+    if found is None:
+        return None
+    name, net, size = found
     row = {
         "net": name,
         "dtype": str(dtype).removeprefix("torch."),
         "memory_format": str(memory_format).removeprefix("torch."),
     }
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.dim() == 1:  # of zeros and ones, as norms and gates begin with, many formulas make the same
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     try:
+        gc.collect()
+        torch.cuda.empty_cache()
+        earlier = torch.cuda.memory_allocated()
+        net = net.cuda().to(memory_format=memory_format).train()
+        batch = torch.randn(BATCH, *size).cuda().to(memory_format=memory_format)
+        fresh = copy.deepcopy(net)
         before = trained(net, batch, dtype)
     except Exception as error:
-        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
-        return None
+        return {**row, "skipped": f"{type(error).__name__}: {error}"}  # unmodified
     try:
         with autocast(dtype):
             converted = activations_cuda.convert(copy.deepcopy(fresh), batch.to("meta"), recompute=True)
@@ -118,6 +127,8 @@ def measure(names, create, dtype, memory_format):
         if not equal and not is_equal(before, trained(fresh, batch, dtype)):
             equal = None  # it doesn't repeat itself
         del fresh
+        for training in (before, after):
+            training()  # verifies what the algorithms of the steps above haven't
         peaks = [training.peak([other]) - earlier for training, other in ((before, after), (after, before))]
     except Exception as error:
         return {**row, "failure": f"{type(error).__name__}: {error}"}
@@ -126,29 +137,29 @@ def measure(names, create, dtype, memory_format):
 
 
 def is_short(row):
-    return "failure" in row or row["equal"] is False or row["memory"] > 1
+    return "failure" in row or row.get("equal") is False or row.get("memory", 0) > 1
 
 
 def main():
     argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__).parse_args()
     origin, path = record.origin(), record.path("-zoo")
     with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
-        runs = {
-            names[0]: pool.submit(measure, names, create, DTYPES[i % len(DTYPES)], FORMATS[i % len(FORMATS)])
-            for i, (names, create) in enumerate(choices())
-        }
+        runs = [
+            pool.submit(measure, choice, DTYPES[i % len(DTYPES)], FORMATS[i % len(FORMATS)])
+            for i, choice in enumerate(choices())
+        ]
         rows = []
-        for name, run in tqdm(runs.items(), unit=" nets"):
+        for run in tqdm(runs, unit=" nets"):
             try:
                 row = run.result()
             except Exception as error:  # e.g. of a process that died
-                row = {"net": name, "failure": repr(error)}
+                row = {"failure": repr(error)}
             if row:
                 rows.append(row)
                 record.write(path, {**origin, "batch": BATCH, "steps": STEPS, "rows": rows})
     print(tabulate(rows, headers="keys", disable_numparse=True))
-    memory = [row["memory"] for row in rows if "failure" not in row]
-    print(f"\n{len(rows)} nets; memory: {min(memory):.2f} to {max(memory):.2f}, median {statistics.median(memory):.2f}.")
+    memory = [row["memory"] for row in rows if "memory" in row]
+    print(f"\n{len(memory)} nets; memory: {min(memory):.2f} to {max(memory):.2f}, median {statistics.median(memory):.2f}.")
     print("equal: None where two unmodified trainings differ. gib: the peak of a step, with the weights and their momentum.")
     sys.exit(1 if any(map(is_short, rows)) else 0)
 
