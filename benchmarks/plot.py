@@ -127,7 +127,7 @@ def frontier(rows):
 
 
 def draw_alternatives(path):
-    """Memory over time of each way to train a model, both relative to eager, and the best of them joined."""
+    """Memory against time of each way to train a model, both relative to eager, and the best of them joined."""
     result = json.loads(Path(path).read_text())
     models = list(dict.fromkeys(row["model"] for row in result["rows"]))
     columns = 3
