@@ -54,30 +54,31 @@ py::object or_underivable(py::object value) {
   return value;
 }
 
-// Computing as a context manager, which also disables __torch_function__. Several of Python's own, nested, could leave the
-// thread without gradients where an interrupt comes between them.
-class ComputingInPython {
+// While it lives, no __torch_function__ is called.
+class FunctionsDisabled {
  public:
-  ~ComputingInPython() { exit({}); }
-
-  void enter() {
-    computing_.emplace();
-    functions_ = Functions::get_disabled_state();
-    Functions::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
-  }
-
-  void exit(const py::args&) {
-    if (computing_) {
-      Functions::set_disabled_state(functions_);
-      computing_.reset();
-    }
-  }
+  FunctionsDisabled() { Functions::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED); }
+  FunctionsDisabled(const FunctionsDisabled&) = delete;
+  ~FunctionsDisabled() { Functions::set_disabled_state(before_); }
 
  private:
   using Functions = at::impl::PythonTorchFunctionTLS;
 
-  std::optional<Computing> computing_;
-  at::impl::TorchFunctionDisabledState functions_ = at::impl::TorchFunctionDisabledState::ENABLED;
+  const at::impl::TorchFunctionDisabledState before_ = Functions::get_disabled_state();
+};
+
+// Computing as a context manager. Several of Python's own, nested, could leave the thread without gradients where an interrupt
+// comes between them.
+struct ComputingInPython {
+  struct Guards {
+    FunctionsDisabled functions_disabled;
+    Computing computing;
+  };
+
+  void enter() { guards.emplace(); }
+  void exit(const py::args&) { guards.reset(); }
+
+  std::optional<Guards> guards;
 };
 
 // To set up, in recipes/hook.py and scope.py.
