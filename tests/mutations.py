@@ -84,6 +84,8 @@ CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
 CUDA_KERNELS = "csrc/recipes/cuda/kernels.cu"
 CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
+CUDA_BATCH_NORM_SHARED = "csrc/recipes/cuda/batch_norm.cuh"
+CUDA_BATCH_NORM_PLANES = "csrc/recipes/cuda/batch_norm_planes.cu"
 BATCH_NORM = "csrc/binding/recipes/batch_norm.cpp"
 CUDA_LAYER_NORM = "csrc/recipes/cuda/layer_norm.cu"
 LAYER_NORM = "csrc/binding/recipes/layer_norm.cpp"
@@ -192,7 +194,12 @@ ON = {
         ),
         Mutant("every sample is the first", CUDA_RECIPES, "outer_[u][1] = sample;", "outer_[u][1] = 0;"),
         Mutant("no zeros at the end", CUDA_BATCH_NORM, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
-        Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
+        Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM_SHARED, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
+        Mutant("products that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(product);", ""),
+        Mutant("threads' sums that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(others);", ""),
+        Mutant("a slope in another order", CUDA_BATCH_NORM_PLANES, "inverse * invstd * invstd", "invstd * invstd * inverse"),
+        Mutant("planes of another width", CUDA_BATCH_NORM_PLANES, "width < plane && width < kThreads", "width < kThreads"),
+        Mutant("a plane's gradient is read as channels", BATCH_NORM, "plane_of(input) == plane_of(grad) && ", ""),
         Mutant("a norm that others read", ANSWERS, "next.use_count() == (has_saved ? 3 : 2) && ", ""),
         Mutant("a hook that comes during the pass", ANSWERS, " && python.ref_count() == kHoldersOfWrapper", ""),
         Mutant("hooks miss a gradient", ANSWERS, "node.pre_hooks().size() > 1 || node.post_hooks().size() > 1", "false"),

@@ -1,4 +1,4 @@
-"""The gradients of a channels-last batch norm in half types, which a kernel of ours computes in the scope: PyTorch's bits."""
+"""The gradients of a batch norm in half types, which kernels of ours compute in the scope: PyTorch's bits."""
 
 import math
 import threading
@@ -36,7 +36,20 @@ SHAPES = (
     (7, 64),
     (2, 16, 5, 6, 7),
 )
-
+# Contiguous: planes in vectors or not, of fewer elements than a warp, or more than a block; samples that fill no block.
+PLANES = (
+    (64, 8, 56, 56),
+    (16, 24, 33, 31),
+    (3, 40, 7, 7),
+    (5, 3, 200, 202),
+    (513, 7, 2, 2),
+    (16, 1152, 7, 7),
+    (1, 16, 1, 2),
+    (33, 6, 1, 257),
+    (6, 10, 77),
+    (9, 16, 1),
+    (3, 7, 4, 5, 6),
+)
 
 # Behind the norm: nothing, PyTorch's ReLU, and an activation that has a mask.
 alone_or_not = pytest.mark.parametrize("behind", [None, torch.relu_, _C.relu6_], ids=["alone", "relu", "mask"])
@@ -45,11 +58,11 @@ alone_or_not = pytest.mark.parametrize("behind", [None, torch.relu_, _C.relu6_],
 class Norm(nn.Module):
     """A batch norm of a leaf, whose output is scaled by what looks like the next layer's gradient."""
 
-    def __init__(self, shape, dtype=torch.bfloat16, weights=torch.float32, affine=True, behind=None):
+    def __init__(self, shape, dtype=torch.bfloat16, weights=torch.float32, affine=True, behind=None, layout=None):
         super().__init__()
         self.behind = behind
         torch.manual_seed(0)
-        layout = LAYOUTS[len(shape)]
+        layout = layout or LAYOUTS[len(shape)]
         channels = shape[1]
         self.x = nn.Parameter((torch.randn(shape, device="cuda") * 2 + 0.3).to(dtype).contiguous(memory_format=layout))
         self.grad = nn.Parameter(torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=layout))
@@ -91,18 +104,30 @@ def test_the_bits_are_the_ops(shape, weights, behind):
 
 
 @alone_or_not
-@pytest.mark.parametrize("shape", SHAPES[:3])
-def test_float16_by_native_kernels(shape, behind):
-    check(Norm(shape, torch.float16, torch.float16, behind=behind))
-    with torch.backends.cudnn.flags(enabled=False):
-        check(Norm(shape, torch.float16, behind=behind))
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", PLANES)
+def test_the_bits_are_the_ops_where_planes_are_innermost(shape, weights, behind):
+    check(Norm(shape, weights=weights, behind=behind, layout=torch.contiguous_format))
+
+
+either_layout = pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=["channels", "planes"])
 
 
 @alone_or_not
+@either_layout
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_float16_by_native_kernels(shape, layout, behind):
+    check(Norm(shape, torch.float16, torch.float16, behind=behind, layout=layout))
+    with torch.backends.cudnn.flags(enabled=False):
+        check(Norm(shape, torch.float16, behind=behind, layout=layout))
+
+
+@alone_or_not
+@either_layout
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("special", [math.nan, math.inf, -0.0, 1e-40, 3e-8, 3e38])
-def test_special_numbers(special, dtype, behind):
-    norm = Norm((3, 16, 9, 11), dtype, dtype, behind=behind)
+def test_special_numbers(special, dtype, layout, behind):
+    norm = Norm((3, 16, 9, 11), dtype, dtype, behind=behind, layout=layout)
     with torch.no_grad():
         norm.x[0, 1, 2, 3] = norm.grad[0, 2, 2, 3] = norm.weight[3] = special
         norm.x[:, 4] = norm.grad[:, 5] = special
@@ -112,8 +137,9 @@ def test_special_numbers(special, dtype, behind):
 
 
 @alone_or_not
-def test_a_mean_that_overflows(behind):
-    norm = Norm((3, 16, 9, 11), behind=behind)
+@either_layout
+def test_a_mean_that_overflows(layout, behind):
+    norm = Norm((3, 16, 9, 11), behind=behind, layout=layout)
     with torch.no_grad():
         norm.x[:, :8, ::2] = 3e38
         norm.x[:, :8, 1::2] = -3e38
@@ -142,8 +168,9 @@ def test_an_output_that_was_written_to_raises():
 
 
 @alone_or_not
-def test_a_zero_weight_tells_nothing(behind):
-    norm = Norm((8, 32, 9, 11), behind=behind)
+@either_layout
+def test_a_zero_weight_tells_nothing(layout, behind):
+    norm = Norm((8, 32, 9, 11), behind=behind, layout=layout)
     with torch.no_grad():
         norm.weight.zero_()
     check(norm)
@@ -188,6 +215,8 @@ def test_where_the_op_takes_another_way():
         .permute(0, 3, 1, 2)
     )
     check(shifted, expected_is_ours=False)
+    check(Norm((8, 1, 9, 11), layout=torch.contiguous_format), expected_is_ours=False)  # which is channels-last, too
+    check(Norm((8, 16, 9, 11), torch.float16, layout=torch.contiguous_format), expected_is_ours=False)  # by cuDNN
 
 
 @alone_or_not
@@ -201,13 +230,15 @@ def test_what_needs_no_gradient_gets_none(frozen, behind):
 
 
 @alone_or_not
-def test_more_than_one_pass(behind):
-    check_several_passes(Norm((8, 16, 9, 11), behind=behind))
+@either_layout
+def test_more_than_one_pass(layout, behind):
+    check_several_passes(Norm((8, 16, 9, 11), behind=behind, layout=layout))
 
 
 @alone_or_not
-def test_second_derivatives(behind):
-    check_second_derivatives(Norm((4, 16, 5, 7), behind=behind))
+@either_layout
+def test_second_derivatives(layout, behind):
+    check_second_derivatives(Norm((4, 16, 5, 7), behind=behind, layout=layout))
 
 
 def test_hooks_see_what_they_would():
@@ -377,8 +408,9 @@ def test_one_graph_in_several_threads(behind):
 
 
 @alone_or_not
-def test_a_captured_graph(behind):
-    norm = Norm((8, 16, 9, 11), behind=behind)
+@either_layout
+def test_a_captured_graph(layout, behind):
+    norm = Norm((8, 16, 9, 11), behind=behind, layout=layout)
     check(norm)
     assert is_ours(check_captured(norm), behind)
 
@@ -398,9 +430,10 @@ def test_anomalies_are_found_where_they_are(behind):
         loss.backward()
 
 
-def test_beyond_32_bits():
+@either_layout
+def test_beyond_32_bits(layout):
     """Of addresses in bytes. The elements are fewer than 2^31, as for the op's own kernels."""
-    check(Norm((8, 64, 1460, 1460), behind=torch.relu_))
+    check(Norm((8, 64, 1460, 1460), behind=torch.relu_, layout=layout))
 
 
 def test_a_bias_that_was_written_to_raises():

@@ -1,5 +1,5 @@
-// The backward pass of a batch norm in training whose channels are the innermost dimension, in half types: what ATen's kernels
-// for channels-last compute, to the bit, since each sum is added up in their order, but read in vectors.
+// The backward pass of a batch norm in training, in half types: what ATen's kernels compute, to the bit, since each sum is
+// added up in their order, but with more of the memory read at once.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,12 @@
 namespace fastact {
 
 struct BatchNormGradient {
-  static constexpr int kVector = 8;  // channels are a multiple of this; elements and statistics are aligned to 16 bytes
+  static constexpr int kVector = 8;
 
-  int rows, channels;  // fewer than 2^31 elements
-  Element element;     // of the input and its gradients; statistics are in float32
+  // The dimensions in memory, of fewer than 2^31 elements, aligned to 16 bytes. A plane of 1 means that channels are the
+  // innermost dimension: they are then a multiple of kVector, and the statistics are aligned, too.
+  int samples, channels, plane;
+  Element element;  // of the input and its gradients; statistics are in float32
   const void *grad, *input;
   const float *mean, *invstd;
   const void* weight;  // in float32, or as the input

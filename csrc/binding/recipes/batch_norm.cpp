@@ -43,33 +43,33 @@ using torch::autograd::generated::ReluBackward0;
 
 constexpr int64_t kVector = BatchNormGradient::kVector;
 
+// How far apart in memory the channels of a position are: 1, or the size of a plane, where planes are the innermost dimension.
+// 0 in other layouts. The tensor isn't empty.
+int64_t plane_of(const at::Tensor& tensor) {
+  const int64_t dim = tensor.dim();
+  if ((dim == 4 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
+      (dim == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d))) {
+    return 1;
+  }
+  return dim > 1 && tensor.is_contiguous() ? tensor.numel() / (tensor.size(0) * tensor.size(1)) : 0;
+}
+
 // What a norm's gradients are made of, beside the incoming one. That is of an activation's output if there is a bias, of a ReLU
 // behind the norm, or a mask of where another passes it.
 struct BatchNormSaved {
   at::Tensor input, weight, mean, invstd, bias, mask;
 
   int64_t channels() const { return input.size(1); }
-  int64_t rows() const { return input.numel() / channels(); }
+  int64_t samples() const { return input.numel() / (channels() * plane_of(input)); }
 };
-
-// Whether the tensor lies in memory as a matrix whose rows are the channels of one position.
-bool has_innermost_channels(const at::Tensor& tensor) {
-  switch (tensor.dim()) {
-    case 2:
-      return tensor.is_contiguous();
-    case 4:
-      return tensor.is_contiguous(at::MemoryFormat::ChannelsLast);
-    case 5:
-      return tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d);
-    default:
-      return false;
-  }
-}
 
 // Whether the kernel may take a gradient, as far as that tells.
 bool may_be_served(const at::Tensor& grad) {
-  return is_half(grad.scalar_type()) && grad.is_cuda() && has_innermost_channels(grad) && grad.size(1) % kVector == 0 &&
-         0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max();
+  if (!is_half(grad.scalar_type()) || !grad.is_cuda() || grad.numel() == 0 || grad.numel() > std::numeric_limits<int>::max()) {
+    return false;
+  }
+  const int64_t plane = plane_of(grad);
+  return plane > 1 || (plane == 1 && grad.size(1) % kVector == 0);
 }
 
 // Whether it takes one that it may take, with these.
@@ -81,7 +81,7 @@ bool is_served(const at::Tensor& grad, const BatchNormSaved& saved) {
            is_here(tensor);
   };
   return is_aligned(grad) && input.scalar_type() == grad.scalar_type() && input.sizes() == grad.sizes() &&
-         has_innermost_channels(input) && is_here(input) && is_aligned(input) && has_channels(mean, at::kFloat) &&
+         plane_of(input) == plane_of(grad) && is_here(input) && is_aligned(input) && has_channels(mean, at::kFloat) &&
          is_aligned(mean) && has_channels(invstd, at::kFloat) && is_aligned(invstd) && weight.defined() &&
          (has_channels(weight, at::kFloat) || has_channels(weight, input.scalar_type())) &&
          (!bias.defined() || has_channels(bias, weight.scalar_type()));
@@ -91,8 +91,9 @@ variable_list by_kernel(const at::Tensor& grad, const BatchNormSaved& saved) {
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
   variable_list result = {at::empty_like(input), at::empty_like(weight), at::empty_like(weight)};
   BatchNormGradient norm = {};
-  norm.rows = static_cast<int>(saved.rows());
+  norm.samples = static_cast<int>(saved.samples());
   norm.channels = static_cast<int>(saved.channels());
+  norm.plane = static_cast<int>(plane_of(input));
   norm.element = element_of(input.scalar_type());
   norm.grad = grad.const_data_ptr();
   norm.input = input.const_data_ptr();
@@ -125,16 +126,15 @@ variable_list by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed
   return {of_input, of_weight, of_bias};
 }
 
-// Whether the kernel adds up so many rows as the ops do. A model's first gradients don't tell, since they are often zero.
+// Whether the kernel adds up so many elements as the ops do. A model's first gradients don't tell, since they are often zero.
 bool passes_trial(const BatchNormSaved& saved) {
   constexpr int64_t tile = 32;  // of channels, which both treat alike
-  const int64_t channels = std::min(saved.channels(), tile);
+  const int64_t channels = std::min(saved.channels(), tile), sizes[] = {saved.samples(), channels, plane_of(saved.input)};
   int64_t seed = 0;
   const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) { return some_numbers(sizes, of.options(), ++seed); };
   BatchNormSaved numbers = {
-      some(saved.input, {saved.rows(), channels}), some(saved.weight, {channels}), some(saved.mean, {channels}),
-      some(saved.invstd, {channels})};
-  const at::Tensor grad = some(saved.input, {saved.rows(), channels});
+      some(saved.input, sizes), some(saved.weight, {channels}), some(saved.mean, {channels}), some(saved.invstd, {channels})};
+  const at::Tensor grad = some(saved.input, sizes);
   if (saved.bias.defined()) {
     numbers.bias = some(saved.bias, {channels});
   } else if (saved.mask.defined()) {
@@ -144,14 +144,16 @@ bool passes_trial(const BatchNormSaved& saved) {
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
-using BatchNormConfiguration = std::tuple<int64_t, int64_t, at::ScalarType, at::ScalarType, bool, bool, c10::DeviceIndex>;
+using BatchNormConfiguration =
+    std::tuple<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, bool, bool, c10::DeviceIndex>;
 
 // Whether it does, as found when such gradients were first wanted.
 bool fits(const at::Tensor& grad, const BatchNormSaved& saved) {
   static auto& verdicts = *new Verdicts<BatchNormConfiguration>();
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
-  const BatchNormConfiguration configuration = {saved.rows(),   saved.channels(), input.scalar_type(),   weight.scalar_type(),
-                                                bias.defined(), mask.defined(),   input.device().index()};
+  const BatchNormConfiguration configuration = {saved.samples(),     saved.channels(),      plane_of(input),
+                                                input.scalar_type(), weight.scalar_type(),  bias.defined(),
+                                                mask.defined(),      input.device().index()};
   return verdicts.find(configuration, grad.device(), [&] {
     return passes_trial(saved) && are_identical(by_kernel(grad, saved), by_ops(grad, saved));
   });

@@ -1,17 +1,12 @@
-// Batch norm's gradients: a pass that sums up each channel, and one over the elements.
+// Batch norm's gradients where channels are innermost: a pass that sums up each channel, and one over the elements.
 //
 // In ATen's reduction a thread has a channel, every so many rows, and four pairs of sums, to which it adds a row each in turn;
 // then the four are added up, then the threads of a block, halving their number, then the blocks, the same way. Here a thread
 // has eight channels, which it reads at once, and one of the four. One H100, bfloat16, 256 x 64 x 112 x 112 and 256 x 2048 x 7
 // x 7: 711 and 119 us, ATen's 1063 and 168; a copy of the same bytes takes 688 and 95.
-#include "../batch_norm.h"
+#include "batch_norm.cuh"
 
 #include <algorithm>
-#include <type_traits>
-
-#include "../../mask.h"
-#include "../../typed.h"
-#include "vectors.cuh"
 
 namespace fastact::cuda {
 namespace {
@@ -22,6 +17,8 @@ constexpr int kRows = 4;       // that a thread reads at once
 constexpr int kColumns = 8;    // vectors of a block's rows, at most
 constexpr int kTogether = 8;   // blocks' sums that a thread reads at once
 constexpr int kBlock = 128;    // of the pass over the elements
+
+using Channels = float[kVector];
 
 // How ATen's reduction is launched: a block has `lanes` rows of threads, and there are `blocks` of them for each channel.
 struct Lanes {
@@ -43,92 +40,6 @@ struct Lanes {
   }
 };
 
-using Channels = float[kVector];
-
-template <class T>
-__device__ void read_as_float(const void* data, int vector, Channels& to) {
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    to[i] = static_cast<float>(static_cast<const T*>(data)[vector * kVector + i]);
-  }
-}
-
-__device__ void read_floats(const float* data, int vector, Channels& to) {
-  move<kVector>(data + vector * kVector, to);
-}
-
-// What is behind the norm makes of the gradient of its output that of the norm's: nothing,
-struct Nothing {
-  struct Bits {};
-
-  template <class Weight>
-  __device__ void read(const BatchNormGradient&, int, Type<Weight>) {}
-  __device__ Bits bits(const BatchNormGradient&, int64_t) const { return {}; }
-  __device__ void apply(Bits, const Channels&, Channels&) const {}
-};
-
-// a ReLU, from the norm's output, which is computed again,
-template <class T>
-class Relu : public Nothing {
- public:
-  template <class Weight>
-  __device__ void read(const BatchNormGradient& norm, int vector, Type<Weight>) {
-    read_floats(norm.mean, vector, mean_);
-    read_floats(norm.invstd, vector, invstd_);
-    read_as_float<Weight>(norm.weight, vector, weight_);
-    read_as_float<Weight>(norm.bias, vector, bias_);
-  }
-
-  __device__ void apply(Bits, const Channels& input, Channels& grad) const {
-    constexpr float zero = std::is_same_v<T, c10::Half> ? 0x1p-25f : 0x1p-134f;  // the largest that is rounded to 0
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      const float output = fastact::apply<Opcode::batch_norm>(input[i], mean_[i], invstd_[i], weight_[i], bias_[i]);
-      grad[i] = output <= zero ? 0 : grad[i];
-    }
-  }
-
- private:
-  Channels mean_, invstd_, weight_, bias_;
-};
-
-// or whatever has a mask.
-struct Masked : Nothing {
-  using Bits = unsigned int;
-
-  __device__ Bits bits(const BatchNormGradient& norm, int64_t vector) const { return norm.mask[vector]; }
-
-  __device__ void apply(Bits bits, const Channels&, Channels& grad) const {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      grad[i] = bits >> i & 1 ? grad[i] : 0;
-    }
-  }
-};
-static_assert(kMaskBits == kVector);
-
-// A vector of the gradient and of the input.
-template <class Behind>
-class Read {
- public:
-  __device__ void start(const BatchNormGradient& norm, const Behind& behind, int64_t vector) {
-    move<kVector / 2>(static_cast<const uint16_t*>(norm.grad) + vector * kVector, grad_);
-    move<kVector / 2>(static_cast<const uint16_t*>(norm.input) + vector * kVector, input_);
-    bits_ = behind.bits(norm, vector);
-  }
-
-  template <class T>
-  __device__ void finish(const Behind& behind, Channels& grad, Channels& input) const {
-    unpack<T>(grad_, grad);
-    unpack<T>(input_, input);
-    behind.apply(bits_, input, grad);
-  }
-
- private:
-  Pairs<kVector> grad_, input_;
-  typename Behind::Bits bits_;
-};
-
 // Adds up a column's `many` floats, `pitch` apart in shared memory, by halves: many is a power of two.
 __device__ void add_up(float* sums, int many, int pitch, int thread, int threads) {
   for (int half = many / 2; half > 0; half /= 2) {
@@ -147,21 +58,22 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const BatchNormGradient n
   const int vectors = norm.channels / kVector, vector = blockIdx.x * blockDim.x + threadIdx.x;
   Channels of_grad = {}, of_product = {};
   if (vector < vectors) {
+    const int channel = vector * kVector;
     Channels mean;
-    read_floats(norm.mean, vector, mean);
+    read_floats(norm.mean, channel, mean);
     Behind behind;
-    behind.read(norm, vector, Type<Weight>());
+    behind.read(norm, channel, Type<Weight>());
     const int apart = lanes.lanes * lanes.blocks, step = kSums * apart;
     const int first = blockIdx.y * lanes.lanes + threadIdx.z + threadIdx.y * apart;
-    for (int row = first; row < norm.rows; row += kRows * step) {
-      Read<Behind> read[kRows];
+    for (int row = first; row < norm.samples; row += kRows * step) {
+      Read<Behind, kVector> read[kRows];
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
-        read[u].start(norm, behind, int64_t{min(row + u * step, norm.rows - 1)} * vectors + vector);
+        read[u].start(norm, behind, (int64_t{min(row + u * step, norm.samples - 1)} * vectors + vector) * kVector);
       }
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
-        if (row + u * step < norm.rows) {
+        if (row + u * step < norm.samples) {
           Channels grad, input;
           read[u].template finish<T>(behind, grad, input);
 #pragma unroll
@@ -173,8 +85,8 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const BatchNormGradient n
       }
     }
     // Where the rows of a thread of ATen's end early it adds zeros, whose product with a mean that isn't finite isn't 0.
-    const int turns = (norm.rows - 1) / step + 1;
-    if (first + (turns - 1) * step >= norm.rows) {
+    const int turns = (norm.samples - 1) / step + 1;
+    if (first + (turns - 1) * step >= norm.samples) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);
@@ -246,26 +158,29 @@ __global__ void __launch_bounds__(kThreads) add_up_kernel(const BatchNormGradien
 
 template <class T, class Weight, class Behind>
 __global__ void __launch_bounds__(kBlock) input_kernel(const BatchNormGradient norm, int blocks, float inverse_rows) {
-  const int vectors = norm.channels / kVector, apart = (norm.rows + kRows - 1) / kRows;
+  const int vectors = norm.channels / kVector, apart = (norm.samples + kRows - 1) / kRows;
   const unsigned int thread = blockIdx.x * kBlock + threadIdx.x;
   const int first = static_cast<int>(thread / vectors), vector = static_cast<int>(thread % vectors);
   if (first >= apart) {
     return;
   }
   Behind behind;
-  Read<Behind> read[kRows];
-  const auto vector_of = [&](int u) { return int64_t{min(first + u * apart, norm.rows - 1)} * vectors + vector; };
+  Read<Behind, kVector> read[kRows];
+  const auto offset_of = [&](int u) {
+    return (int64_t{min(first + u * apart, norm.samples - 1)} * vectors + vector) * kVector;
+  };
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
-    read[u].start(norm, behind, vector_of(u));
+    read[u].start(norm, behind, offset_of(u));
   }
-  behind.read(norm, vector, Type<Weight>());
+  const int channel = vector * kVector;
+  behind.read(norm, channel, Type<Weight>());
   Channels mean, invstd, of_grad, slope, scale;
-  read_floats(norm.mean, vector, mean);
-  read_floats(norm.invstd, vector, invstd);
-  read_floats(norm.scratch, vector, of_grad);
-  read_floats(norm.scratch + int64_t{blocks} * norm.channels, vector, slope);
-  read_as_float<Weight>(norm.weight, vector, scale);
+  read_floats(norm.mean, channel, mean);
+  read_floats(norm.invstd, channel, invstd);
+  read_floats(norm.scratch, channel, of_grad);
+  read_floats(norm.scratch + int64_t{blocks} * norm.channels, channel, slope);
+  read_as_float<Weight>(norm.weight, channel, scale);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     slope[i] = invstd[i] * invstd[i] * slope[i] * inverse_rows;
@@ -273,7 +188,7 @@ __global__ void __launch_bounds__(kBlock) input_kernel(const BatchNormGradient n
   }
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
-    if (first + u * apart < norm.rows) {
+    if (first + u * apart < norm.samples) {
       Channels grad, input;
       read[u].template finish<T>(behind, grad, input);
 #pragma unroll
@@ -281,16 +196,14 @@ __global__ void __launch_bounds__(kBlock) input_kernel(const BatchNormGradient n
         const float centered = __fmaf_rn(-of_grad[i], inverse_rows, grad[i]);
         grad[i] = __fmaf_rn(mean[i] - input[i], slope[i], centered) * scale[i];
       }
-      Pairs<kVector> pairs;
-      pack<T>(grad, pairs);
-      move<kVector / 2>(pairs, static_cast<uint16_t*>(norm.grad_input) + vector_of(u) * kVector);
+      store<T>(grad, Element::bfloat16, offset_of(u), norm.grad_input);
     }
   }
 }
 
 template <class T, class Weight, class Behind>
 void start_with(const BatchNormGradient& norm, Stream stream) {
-  const Lanes lanes(norm.rows, norm.channels);
+  const Lanes lanes(norm.samples, norm.channels);
   const auto ceil_div = [](int64_t n, int64_t by) { return static_cast<unsigned int>((n + by - 1) / by); };
   const int vectors = norm.channels / kVector;
   const int columns = std::min({vectors, kColumns, kThreads / (kSums * lanes.lanes)});
@@ -299,26 +212,31 @@ void start_with(const BatchNormGradient& norm, Stream stream) {
   sum_kernel<T, Weight, Behind><<<dim3(ceil_div(vectors, columns), lanes.blocks), threads, bytes, stream>>>(norm, lanes);
   const int channels = std::min(32, kThreads / lanes.lanes);
   add_up_kernel<Weight><<<ceil_div(norm.channels, channels), dim3(channels, lanes.lanes), 0, stream>>>(norm, lanes.blocks);
-  const int64_t vectors_of_rows = ceil_div(norm.rows, kRows) * int64_t{vectors};
+  const int64_t vectors_of_rows = ceil_div(norm.samples, kRows) * int64_t{vectors};
   input_kernel<T, Weight, Behind>
-      <<<ceil_div(vectors_of_rows, kBlock), kBlock, 0, stream>>>(norm, lanes.blocks, static_cast<float>(1.0 / norm.rows));
+      <<<ceil_div(vectors_of_rows, kBlock), kBlock, 0, stream>>>(norm, lanes.blocks, static_cast<float>(1.0 / norm.samples));
 }
 
 template <class T, class Weight>
 void start(const BatchNormGradient& norm, Stream stream) {
-  norm.bias   ? start_with<T, Weight, Relu<T>>(norm, stream)
-  : norm.mask ? start_with<T, Weight, Masked>(norm, stream)
-              : start_with<T, Weight, Nothing>(norm, stream);
+  with_behind<T, kVector>(norm, [&](auto behind) { start_with<T, Weight, typename decltype(behind)::type>(norm, stream); });
+}
+
+bool has_planes(const BatchNormGradient& norm) {
+  return norm.plane > 1;
 }
 
 }  // namespace
 
 int64_t scratch_floats(const BatchNormGradient& norm) {
-  return int64_t{2} * Lanes(norm.rows, norm.channels).blocks * norm.channels;
+  return has_planes(norm) ? scratch_floats_of_planes(norm)
+                          : int64_t{2} * Lanes(norm.samples, norm.channels).blocks * norm.channels;
 }
 
 Error run(const BatchNormGradient& norm, Stream stream) {
-  if (norm.element == Element::float16) {
+  if (has_planes(norm)) {
+    start_planes(norm, stream);
+  } else if (norm.element == Element::float16) {
     norm.has_float_weight ? start<c10::Half, float>(norm, stream) : start<c10::Half, c10::Half>(norm, stream);
   } else {
     norm.has_float_weight ? start<c10::BFloat16, float>(norm, stream) : start<c10::BFloat16, c10::BFloat16>(norm, stream);
