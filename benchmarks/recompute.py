@@ -151,7 +151,11 @@ CASES = {
     "mobilenet_v2 float32": vision("mobilenet_v2", 192, 0.38, 1.00, torch.float32),
     "resnet50 float32": vision("resnet50", 128, 0.60, 1.04, torch.float32),
     "efficientnet_b0 float32": vision("efficientnet_b0", 128, 0.35, 1.03, torch.float32),
+    # PyTorch's default layout.
     "resnet50, contiguous": vision("resnet50", 256, memory_format=torch.contiguous_format),
+    "mobilenet_v2, contiguous": vision("mobilenet_v2", 384, memory_format=torch.contiguous_format),
+    "efficientnet_b0, contiguous": vision("efficientnet_b0", 256, memory_format=torch.contiguous_format),
+    "U-Net, contiguous": Case(UNet, (32, 3, 256, 256), memory_format=torch.contiguous_format),
     "resnet50, contiguous float32": vision("resnet50", 128, dtype=torch.float32, memory_format=torch.contiguous_format),
     # Small batches, whose steps wait for the host.
     "mobilenet_v2, few": vision("mobilenet_v2", 16, time_at_most=1.08),

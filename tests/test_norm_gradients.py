@@ -41,6 +41,8 @@ PLANES = (
     (64, 8, 56, 56),
     (16, 24, 33, 31),
     (3, 40, 7, 7),
+    (7, 6, 8, 16),
+    (5, 9, 16, 16),
     (5, 3, 200, 202),
     (513, 7, 2, 2),
     (16, 1152, 7, 7),
@@ -48,6 +50,8 @@ PLANES = (
     (33, 6, 1, 257),
     (6, 10, 77),
     (9, 16, 1),
+    (5, 1, 77),
+    ((1 << 20) + 3, 2, 2),
     (3, 7, 4, 5, 6),
 )
 
@@ -180,12 +184,13 @@ def test_a_zero_weight_tells_nothing(layout, behind):
 
 
 @pytest.mark.parametrize("needed", [["x"], ["weight"], ["bias"], ["x", "bias"]], ids="+".join)
-@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("of_grad", [torch.channels_last, torch.contiguous_format])
+@either_layout
 @pytest.mark.parametrize("affine", [True, False])
 @alone_or_not
-def test_some_gradients(needed, layout, affine, behind):
-    norm = Norm((8, 16, 9, 11), affine=affine, behind=behind)
-    norm.x.data = norm.x.data.contiguous(memory_format=layout)
+def test_some_gradients(needed, layout, of_grad, affine, behind):
+    norm = Norm((8, 16, 9, 11), affine=affine, behind=behind, layout=layout)
+    norm.grad.data = norm.grad.data.contiguous(memory_format=of_grad)
     leaves = list(map(norm.get_parameter, needed if affine else ["x"]))
 
     def found(scope):
@@ -202,31 +207,43 @@ def test_where_the_op_takes_another_way():
     check(Norm((8, 12, 9, 11)), expected_is_ours=False)  # no vectors of 8
     check(Norm((8, 16, 9, 11), affine=False), expected_is_ours=False)
     check(Norm((8, 16, 9, 11), torch.float32), expected_is_ours=False)
-    contiguous = Norm((8, 16, 9, 11))
-    contiguous.x.data = contiguous.x.data.contiguous()
-    check(contiguous, expected_is_ours=False)
-    mixed = Norm((8, 16, 9, 11))
-    mixed.grad.data = mixed.grad.data.contiguous()
-    check(mixed, expected_is_ours=False)
-    shifted = Norm((8, 16, 9, 11))
-    shifted.x.data = (
-        torch.cat([shifted.x.data.new_zeros(1), shifted.x.data.permute(0, 2, 3, 1).flatten()])[1:]
-        .view(8, 9, 11, 16)
-        .permute(0, 3, 1, 2)
-    )
-    check(shifted, expected_is_ours=False)
+    for layout, other in (torch.channels_last, torch.contiguous_format), (torch.contiguous_format, torch.channels_last):
+        mixed = Norm((8, 16, 9, 11), layout=layout)
+        mixed.grad.data = mixed.grad.data.contiguous(memory_format=other)
+        check(mixed, expected_is_ours=False)
+        shifted = Norm((8, 16, 9, 11), layout=layout)
+        part = shifted.x.data.new_empty(shifted.x.numel() + 1)[1:]
+        shifted.x.data = part.as_strided(shifted.x.shape, shifted.x.stride(), 1).copy_(shifted.x.data)
+        check(shifted, expected_is_ours=False)
     check(Norm((8, 1, 9, 11), layout=torch.contiguous_format), expected_is_ours=False)  # which is channels-last, too
     check(Norm((8, 16, 9, 11), torch.float16, layout=torch.contiguous_format), expected_is_ours=False)  # by cuDNN
 
 
+def test_strides_of_dimensions_of_one():
+    """They may be anything, and the op's results have others."""
+    for strides in (2048, 64, 8, 1), (1024, 64, 1, 1), (7, 64, 8, 1):
+        norm = Norm((1, 16, *((8, 8) if strides[2] == 8 else (64, 1))), layout=torch.contiguous_format)
+        norm.x.data = norm.x.data.new_empty(2048).as_strided(norm.x.shape, strides).copy_(norm.x.data)
+        check(norm)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_strides_of_a_single_channel(first):
+    """By which the op chooses one way to add up or the other."""
+    length = 5000 + first
+    norms = [Norm((16, 1, length), layout=torch.contiguous_format) for _ in range(2)]
+    norms[0].x.data = norms[0].x.data.as_strided(norms[0].x.shape, (length, 1, 1))
+    for i in (first, 1 - first):
+        check(norms[i], expected_is_ours=i == 1)
+
+
 @alone_or_not
+@either_layout
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
-def test_what_needs_no_gradient_gets_none(frozen, behind):
-    norm = Norm((8, 16, 9, 11), behind=behind)
+def test_what_needs_no_gradient_gets_none(frozen, layout, behind):
+    norm = Norm((8, 16, 9, 11), behind=behind, layout=layout)
     norm.get_parameter(frozen).requires_grad_(False)
     check(norm, expected_is_ours=frozen != "x")  # the op then takes one pass, too
-    norm.x.data = norm.x.data.contiguous()
-    check(norm, expected_is_ours=False)
 
 
 @alone_or_not
@@ -430,10 +447,18 @@ def test_anomalies_are_found_where_they_are(behind):
         loss.backward()
 
 
-@either_layout
-def test_beyond_32_bits(layout):
+@pytest.mark.parametrize(
+    "layout, width, behind",
+    [
+        (torch.channels_last, 1460, torch.relu_),
+        (torch.contiguous_format, 1460, torch.relu_),
+        (torch.contiguous_format, 1459, _C.relu6_),
+    ],
+    ids=["channels", "planes", "mask"],
+)
+def test_beyond_32_bits(layout, width, behind):
     """Of addresses in bytes. The elements are fewer than 2^31, as for the op's own kernels."""
-    check(Norm((8, 64, 1460, 1460), behind=torch.relu_, layout=layout))
+    check(Norm((8, 64, 1459, width), behind=behind, layout=layout))
 
 
 def test_a_bias_that_was_written_to_raises():

@@ -11,9 +11,10 @@ namespace fastact {
 
 struct BatchNormGradient {
   static constexpr int kVector = 8;
+  static constexpr int kMostElements = 0x7ffffc00;  // a thread counts on by up to 1023
 
-  // The dimensions in memory, of fewer than 2^31 elements, aligned to 16 bytes. A plane of 1 means that channels are the
-  // innermost dimension: they are then a multiple of kVector, and the statistics are aligned, too.
+  // [samples, channels, plane] in memory, aligned to 16 bytes. Where channels are innermost, the plane is 1 and each position
+  // is a sample; channels are then a multiple of kVector, and the statistics are aligned, too.
   int samples, channels, plane;
   Element element;  // of the input and its gradients; statistics are in float32
   const void *grad, *input;

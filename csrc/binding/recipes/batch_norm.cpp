@@ -9,7 +9,6 @@
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
-#include <limits>
 #include <mutex>
 #include <optional>
 #include <tuple>
@@ -51,7 +50,8 @@ int64_t plane_of(const at::Tensor& tensor) {
       (dim == 5 && tensor.is_contiguous(at::MemoryFormat::ChannelsLast3d))) {
     return 1;
   }
-  return dim > 1 && tensor.is_contiguous() ? tensor.numel() / (tensor.size(0) * tensor.size(1)) : 0;
+  const int64_t plane = dim > 1 && tensor.is_contiguous() ? tensor.numel() / (tensor.size(0) * tensor.size(1)) : 0;
+  return plane > 1 && tensor.stride(1) == 1 ? 0 : plane;  // the op takes a single channel's stride for channels-last
 }
 
 // What a norm's gradients are made of, beside the incoming one. That is of an activation's output if there is a bias, of a ReLU
@@ -65,7 +65,7 @@ struct BatchNormSaved {
 
 // Whether the kernel may take a gradient, as far as that tells.
 bool may_be_served(const at::Tensor& grad) {
-  if (!is_half(grad.scalar_type()) || !grad.is_cuda() || grad.numel() == 0 || grad.numel() > std::numeric_limits<int>::max()) {
+  if (!is_half(grad.scalar_type()) || !grad.is_cuda() || grad.numel() == 0 || grad.numel() > BatchNormGradient::kMostElements) {
     return false;
   }
   const int64_t plane = plane_of(grad);
@@ -89,7 +89,8 @@ bool is_served(const at::Tensor& grad, const BatchNormSaved& saved) {
 
 variable_list by_kernel(const at::Tensor& grad, const BatchNormSaved& saved) {
   const auto& [input, weight, mean, invstd, bias, mask] = saved;
-  variable_list result = {at::empty_like(input), at::empty_like(weight), at::empty_like(weight)};
+  const auto format = plane_of(input) == 1 ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;  // as the op
+  variable_list result = {at::empty_like(input, format), at::empty_like(weight), at::empty_like(weight)};
   BatchNormGradient norm = {};
   norm.samples = static_cast<int>(saved.samples());
   norm.channels = static_cast<int>(saved.channels());
@@ -128,8 +129,10 @@ variable_list by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed
 
 // Whether the kernel adds up so many elements as the ops do. A model's first gradients don't tell, since they are often zero.
 bool passes_trial(const BatchNormSaved& saved) {
-  constexpr int64_t tile = 32;  // of channels, which both treat alike
-  const int64_t channels = std::min(saved.channels(), tile), sizes[] = {saved.samples(), channels, plane_of(saved.input)};
+  constexpr int64_t tile = 32, enough = 1 << 18;  // channels that both treat alike; numbers that tell
+  const int64_t plane = plane_of(saved.input), of_channel = saved.samples() * plane;
+  const int64_t channels = std::max(std::min(saved.channels(), tile), plane == 1 ? 0 : enough / of_channel);
+  const int64_t sizes[] = {saved.samples(), channels, plane};
   int64_t seed = 0;
   const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) { return some_numbers(sizes, of.options(), ++seed); };
   BatchNormSaved numbers = {

@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kBlock) input_kernel(const BatchNormGradient n
         const float centered = __fmaf_rn(-of_grad[i], inverse_rows, grad[i]);
         grad[i] = __fmaf_rn(mean[i] - input[i], slope[i], centered) * scale[i];
       }
-      store<T>(grad, Element::bfloat16, offset_of(u), norm.grad_input);
+      store<T>(grad, kHalf, offset_of(u), norm.grad_input);
     }
   }
 }

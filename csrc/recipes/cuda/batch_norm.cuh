@@ -16,6 +16,8 @@ void start_planes(const BatchNormGradient& norm, Stream stream);
 
 namespace {
 
+constexpr Element kHalf = Element::bfloat16;  // stands for either half type
+
 template <int n>
 __device__ void read_floats(const float* data, int first, float (&to)[n]) {
   move<n>(data + first, to);
@@ -29,8 +31,8 @@ __device__ void read_as_float(const void* data, int first, float (&to)[n]) {
   }
 }
 
-// What is behind the norm makes of the gradient of its output that of the norm's, for vectors of elements that belong to as
-// many channels, or to one: nothing,
+// What is behind the norm makes of the gradient of its output that of the norm's. A vector's elements belong to kChannels
+// channels: one each, or all to one. It is nothing,
 struct Nothing {
   struct Bits {};
 
@@ -98,15 +100,15 @@ class Read {
  public:
   // The offset is a multiple of n.
   __device__ void start(const BatchNormGradient& norm, const Behind& behind, int64_t offset) {
-    fetch(norm.grad, Element::bfloat16, false, offset, grad_);  // of either half type
-    fetch(norm.input, Element::bfloat16, false, offset, input_);
+    fetch(norm.grad, kHalf, false, offset, grad_);
+    fetch(norm.input, kHalf, false, offset, input_);
     bits_ = behind.bits(norm, offset);
   }
 
   template <class T>
   __device__ void finish(const Behind& behind, float (&grad)[n], float (&input)[n]) const {
-    convert<T>(grad_, Element::bfloat16, grad);
-    convert<T>(input_, Element::bfloat16, input);
+    convert<T>(grad_, kHalf, grad);
+    convert<T>(input_, kHalf, input);
     behind.apply(bits_, input, grad);
   }
 

@@ -2,7 +2,8 @@
 //
 // ATen has a block for each channel. Each of its threads adds up every so many elements of every so many samples, which it
 // reads one after another; then the threads of a warp are added up, halving their number, then the warps. Products, and what a
-// thread gets from another, are rounded to the input's dtype. Here a thread has the sums of four of ATen's, and reads ahead.
+// thread gets from another, are rounded to the input's dtype. Here a thread has the sums of four of ATen's, or of
+// one if planes aren't a multiple of four, and reads ahead.
 #include <algorithm>
 
 #include "batch_norm.cuh"
@@ -23,7 +24,8 @@ int width_of(int plane) {
   return width;
 }
 
-// Where a channel's vectors lie that one thread has, of so many.
+// The places of a thread's vectors in a channel, of `threads` that share it: every `width` elements of a plane, then those of
+// its next sample.
 template <int n>
 class Walk {
  public:
@@ -62,7 +64,7 @@ class Vectors {
     many_ = 0;
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
-      offset_[u] = walk.is_in() ? walk.offset() : 0;
+      offset_[u] = walk.is_in() ? walk.offset() : 0;  // past the end something is read that nobody needs, without a branch
       read_[u].start(norm, behind, offset_[u]);
       many_ += walk.is_in();
       walk.next();
@@ -94,7 +96,7 @@ __device__ void round(float (&x)[n]) {
   unpack<T>(pairs, x);
 }
 
-// Adds up the sums of kWarp of ATen's threads, of which each of ours has n, into those threads' first.
+// Adds up the sums of kWarp of ATen's threads, of which each of ours has n, into those threads' first. The others' are garbage.
 template <class T, int n>
 __device__ void add_up(float (&sums)[n]) {
 #pragma unroll
@@ -117,6 +119,7 @@ __device__ float* sums_of(const BatchNormGradient& norm, int which, int channel)
   return norm.scratch + (which * int64_t{norm.channels} + channel) * kWarps;
 }
 
+// The last step of ATen's sum, over the warps. Each of our warps does it again.
 template <class T>
 __device__ float total_of(const BatchNormGradient& norm, int which, int channel) {
   const int lane = threadIdx.x % kWarp;
@@ -125,7 +128,7 @@ __device__ float total_of(const BatchNormGradient& norm, int which, int channel)
   return __shfl_sync(~0u, sum[0], 0);
 }
 
-// Calls function(Type) with the weight's type.
+// Calls function(Type) with the weight's type: a thread reads too few of them to compile a kernel for each.
 template <class T, class Function>
 __device__ void with_weight_type(const BatchNormGradient& norm, const Function& function) {
   norm.has_float_weight ? function(Type<float>()) : function(Type<T>());
@@ -188,7 +191,7 @@ __global__ void __launch_bounds__(kBlock) input_kernel(const BatchNormGradient n
       for (int i = 0; i < n; ++i) {
         grad[i] = (__fmaf_rn(-slope, input[i] - mean, grad[i]) - shift) * scale;
       }
-      store<T>(grad, Element::bfloat16, offset, norm.grad_input);
+      store<T>(grad, kHalf, offset, norm.grad_input);
     });
   }
   if (thread == 0) {
@@ -203,10 +206,12 @@ __global__ void __launch_bounds__(kBlock) input_kernel(const BatchNormGradient n
 template <class T, int n>
 void start(const BatchNormGradient& norm, Stream stream) {
   const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
+  constexpr int most_blocks = 65535;  // of a grid's second dimension
+  // The sums need ATen's width; the elements may come in any order.
   const int width = width_of(norm.plane), width_of_block = std::min(width, kBlock * n);
-  const int most = ceil_div(norm.samples, kBlock * n / width_of_block);  // blocks of a channel that each have a sample
-  const int steps = most * ceil_div(norm.plane, width_of_block);
-  const int blocks = std::min({most, ceil_div(steps, kAhead), 65535});
+  const int with_sample = ceil_div(norm.samples, kBlock * n / width_of_block);  // blocks of a channel that each have one
+  const int steps = with_sample * ceil_div(norm.plane, width_of_block);
+  const int blocks = std::min({with_sample, ceil_div(steps, kAhead), most_blocks});
   const float inverse = 1.0f / static_cast<float>(norm.samples * norm.plane);
   with_behind<T, 1>(norm, [&](auto behind) {
     using Behind = typename decltype(behind)::type;
