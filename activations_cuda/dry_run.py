@@ -211,12 +211,14 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
     device = next((tensor.device for tensor in state_of(model) if not tensor.is_meta), default)
     fake, mode = _fakes(device)
     copier = Copier(fake)
-    is_there = device.type != "cuda" or torch.cuda.is_available()
+    # Without a GPU nothing real can be made there, and of a recurrent layer's weights PyTorch makes a tensor of their memory.
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in nn.Module.modules(model))
+    makes_fakes = device.type == "cuda" and (is_recurrent or not torch.cuda.is_available())
     with torch.inference_mode(False):
         try:
             with _interrupts_wait(), _without_reports_of_fakes(), _only_fakes_afterwards(mode):
                 copies = copier((model, args, kwargs))
-                with nullcontext() if is_there else mode:
+                with mode if makes_fakes else nullcontext():
                     _run(run, copier, *copies)
         except Exception as error:
             if _is_final(error, copier):

@@ -139,6 +139,27 @@ def test_autocast_reaches_a_model_on_the_meta_device(device):
     assert silu.after == 2 * 8 * 32 * 32 * 5 // 8
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind, device):
+    """Of whose weights cuDNN makes one tensor."""
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent = kind(8, 16, 2, bidirectional=True)
+            self.linear, self.act, self.head = nn.Linear(32, 32), nn.ReLU6(), nn.Linear(32, 4)
+
+        def forward(self, x):
+            return self.head(self.act(self.linear(self.recurrent(x)[0])))
+
+    model = Tagger().to(device)
+    x = torch.randn(5, 4, 8, device=device)
+    reports = [memory_report(model, inputs, recompute=True) for inputs in (x, x.to("meta"))]
+    assert reports[0] == reports[1] and reports[0].recompute <= reports[0].before
+    assert activations_cuda.converted(activations_cuda.convert(model, x.to("meta"), recompute=True))["ReLU6"] == 1
+    model(x).sum().backward()
+
+
 def test_an_error_in_the_model_leaves_no_hooks_behind():
     with pytest.raises(RuntimeError):
         activations_cuda.memory_report(Net(), torch.randn(3, 5))
