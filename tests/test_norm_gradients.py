@@ -147,6 +147,7 @@ def test_a_mean_that_overflows(layout, behind):
     with torch.no_grad():
         norm.x[:, :8, ::2] = 3e38
         norm.x[:, :8, 1::2] = -3e38
+        norm.x[:, 8:10] = 3e38  # whose sum overflows, but no deviation
         norm.grad.abs_()
     check(norm)
 
