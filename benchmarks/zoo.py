@@ -34,14 +34,22 @@ FORMATS = torch.channels_last, torch.channels_last, torch.contiguous_format
 WORKERS = max(1, min(8, len(os.sched_getaffinity(0))))  # which share the GPU's memory
 
 
+def parameters_of(name):
+    """How many a net of timm has, which is made without them if it can be."""
+    try:
+        with torch.device("meta"):
+            net = from_timm(name)
+    except (NotImplementedError, RuntimeError):  # it computes with what it makes
+        net = from_timm(name)
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
 def of_timm(module):
     """The first small net of a module: its name, itself and what size of images it is meant for. None if there is none."""
     import timm
 
     for name in timm.list_models(module=module):
-        with torch.device("meta"):
-            count = sum(parameter.numel() for parameter in from_timm(name).parameters())
-        if count <= MAX_PARAMETERS:
+        if parameters_of(name) <= MAX_PARAMETERS:
             net = from_timm(name)
             return f"timm {name}", net, net.pretrained_cfg["input_size"]
     return None
