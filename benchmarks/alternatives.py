@@ -1,7 +1,7 @@
 """Trains models in bfloat16 on the GPU at hand by each way to save memory: time, memory, and whether the bits stay the same.
 
 Each way takes its steps in turn with the unmodified model. Writes benchmarks/results/<device>-alternatives.json and draws it.
-Names of models on the command line run those alone; the other models' results of the same commit stay.
+Names of models on the command line run those alone; the other models' rows stay, each with the commit that it is of.
 """
 
 import copy
@@ -139,11 +139,10 @@ COLUMNS += ["losses_equal", "weights_equal", "parameters_equal", "failure"]
 def main():
     chosen = chosen_models("python -m benchmarks.alternatives", __doc__, list(MODELS))
     origin, path = record.origin(), record.path("-alternatives")
-    rows = record.earlier(path, origin).get("rows", [])
-    rows = [row for row in rows if row["model"] not in chosen and row["way"] in WAYS]
+    rows = [row for row in record.rows(path) if row["model"] not in chosen and row["way"] in WAYS]
     for name in chosen:
         for row in rows_of(name):
-            rows.append(row)
+            rows.append({"commit": origin["commit"], **row})
             rows.sort(key=lambda row: MODELS.index(row["model"]))
             record.write(path, {**origin, "rows": rows})
     draw_alternatives(path)
