@@ -193,7 +193,6 @@ ON = {
             "both halves are the first", CUDA_KERNELS, "operand.data = advance(operand.data, operand.element, elements);", ""
         ),
         Mutant("every sample is the first", CUDA_RECIPES, "outer_[u][1] = sample;", "outer_[u][1] = 0;"),
-        Mutant("no zeros at the end", CUDA_BATCH_NORM, "of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);", ""),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM_SHARED, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
         Mutant("products that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(product);", ""),
         Mutant("threads' sums that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(others);", ""),

@@ -84,14 +84,6 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const BatchNormGradient n
         }
       }
     }
-    // Where the rows of a thread of ATen's end early it adds zeros, whose product with a mean that isn't finite isn't 0.
-    const int turns = (norm.samples - 1) / step + 1;
-    if (first + (turns - 1) * step >= norm.samples) {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        of_product[i] = __fmaf_rn(0.0f, 0.0f - mean[i], of_product[i]);
-      }
-    }
   }
   const int width = blockDim.x * kVector, pitch = 2 * width;
   const int at = (threadIdx.y * lanes.lanes + threadIdx.z) * pitch + threadIdx.x * kVector;
