@@ -158,5 +158,6 @@ def draw_alternatives(path):
     handles = {label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     labels = [label for label in MARKS if label in handles]
     figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=3, fontsize=8)
-    figure.suptitle(f"{result['device']}, bfloat16, torch {result['torch']}, commit {result['commit']}", fontsize=10)
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"]))
+    figure.suptitle(f"{result['device']}, bfloat16, torch {result['torch']}, of {commits}", fontsize=10)
     figure.savefig(Path(path).with_suffix(".png"), dpi=140)

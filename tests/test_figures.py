@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 
 from trees import FROM_SOURCE, ROOT
 
@@ -220,6 +221,18 @@ def test_figures_of_recompute():
     of_readme = re.findall(r"^\| .+ \| \d+ \| .+% \|$", README, re.MULTILINE)
     lines = {f"| {row['model']} | {row['batch']} | {gib(row)} | {changes(row, 'memory', 'kernels', 'time')} |" for row in rows}
     assert len(of_readme) == 8 and set(of_readme) <= lines and f"has all {len(rows)} rows" in README
+
+
+@FROM_SOURCE
+def test_figures_of_the_zoo():
+    result = json.loads((RESULTS / "nvidia-h200-zoo.json").read_text())
+    assert not any("failure" in row or row.get("equal") is False for row in result["rows"])
+    memory = [row["memory"] for row in result["rows"] if row.get("equal")]
+    text = read("docs/recompute.md").replace("\n", " ")
+    assert f"for three steps of {result['batch']} images" in text and result["steps"] == 3
+    few = f"{percents(memory)} of the memory, the median {statistics.median(memory):.0%}"
+    assert f"All {len(memory)} nets that repeat themselves are equal to the bit, and need {few}" in text
+    assert f"as in {len(memory)} nets of timm and torchvision" in README.replace("\n", " ")
 
 
 @FROM_SOURCE
