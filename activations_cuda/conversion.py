@@ -163,7 +163,10 @@ def convert(
     in_scope = bool(options or recomputes(unwrapped(model)))  # by an earlier call
     if surveyed:
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
-        functions, lines, are_candidates = _chosen_by_inputs(model, args, kwargs, named, in_scope)
+        considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
+        found = Survey(model, args, kwargs, considered, in_scope)
+        functions, lines = found.converts(), summary(found.decisions())
+        are_candidates = not all(call.is_ours for call in found.calls)
     else:
         functions, lines = _chosen_by_class(model, named, in_scope)
         are_candidates = False
@@ -200,13 +203,6 @@ def convert(
     if not is_in_vain:
         _say("convert: %s", "; ".join(lines))
     return model
-
-
-def _chosen_by_inputs(model, args, kwargs, named, in_scope):
-    """The functions to replace in each module, what was decided, in words, and whether there was anything to decide."""
-    considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
-    found = Survey(model, args, kwargs, considered, in_scope)
-    return found.converts(), summary(found.decisions()), any(not call.is_ours for call in found.calls)
 
 
 def _chosen_by_class(model, named, in_scope):

@@ -154,15 +154,6 @@ def _without_reports_of_fakes():
         logger.removeFilter(mute)
 
 
-@contextmanager
-def _only_fakes_afterwards(mode):
-    """A fake tensor that the pass leaves in a cache makes the model's next call an error, instead of a fake result."""
-    try:
-        yield
-    finally:
-        mode.allow_non_fake_inputs = False
-
-
 # Random states and torch.compile's stance are the whole process's: two threads could restore what the other has set.
 _one_at_a_time = threading.RLock()
 
@@ -216,7 +207,9 @@ def run_copy(model: nn.Module, args: Any, kwargs: Any, run: Callable[..., None])
     makes_fakes = device.type == "cuda" and (is_recurrent or not torch.cuda.is_available())
     with torch.inference_mode(False):
         try:
-            with _interrupts_wait(), _without_reports_of_fakes(), _only_fakes_afterwards(mode):
+            with _interrupts_wait(), _without_reports_of_fakes(), ExitStack() as afterwards:
+                # A fake tensor that the pass leaves in a cache makes the model's next call an error, instead of a fake result.
+                afterwards.callback(setattr, mode, "allow_non_fake_inputs", False)
                 copies = copier((model, args, kwargs))
                 with mode if makes_fakes else nullcontext():
                     _run(run, copier, *copies)

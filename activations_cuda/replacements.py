@@ -112,16 +112,6 @@ class _ForwardMode(FunctionMode):
         return frame is not None and frame.f_code is FORWARD and frame.f_locals.get("mode") is self
 
 
-@cache
-def _forward_mode(names):
-    return _ForwardMode(names)
-
-
-@cache
-def _scope(options):
-    return recompute(**options._asdict()) if options else nullcontext()
-
-
 # The methods of a converted class, in its own dict: with a second base the layout of its instances would change, and a module's
 # `__class__` couldn't be set.
 
@@ -177,9 +167,8 @@ def _forward(self, *args, **kwargs):
     # Without a gradient nothing is saved, and PyTorch's fast paths for inference step aside where there is a mode.
     if not torch.is_grad_enabled() or is_dynamo_compiling() or functional.is_exporting() or torch.jit.is_tracing():
         return forward(*args, **kwargs)
-    has_mode = ours._fastact_names and not has_fast_path(self)
-    mode_or_none = _forward_mode(ours._fastact_names) if has_mode else nullcontext()
-    with _scope(ours._fastact_recomputes), mode_or_none as mode:  # noqa: F841, which is_meant looks for
+    mode_or_none = nullcontext() if has_fast_path(self) else ours._fastact_mode
+    with ours._fastact_scope, mode_or_none as mode:  # noqa: F841, which is_meant looks for
         return forward(*args, **kwargs)
 
 
@@ -213,6 +202,8 @@ def _converted_class(original, names, recomputes):
             "_fastact_original": original,
             "_fastact_names": names,
             "_fastact_recomputes": recomputes,
+            "_fastact_mode": _ForwardMode(names) if names else nullcontext(),
+            "_fastact_scope": recompute(**recomputes._asdict()) if recomputes else nullcontext(),
             "__prepare_scriptable__": modules.Activation.__prepare_scriptable__,
             "__reduce_ex__": _reduce_ex,
             "__repr__": _repr,
