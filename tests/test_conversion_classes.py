@@ -127,6 +127,17 @@ def test_a_function_that_is_patched_stays_patched(is_converted_before, monkeypat
     assert type(activations_cuda.convert(model, x)[-1]) is activations_cuda.Hardtanh
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_forward_that_is_held_after_revert(recompute):
+    """As accelerate's wrapper for mixed precision holds it."""
+    model, x = ByFunctional(), torch.randn(IMAGES)
+    activations_cuda.convert(model, x, recompute=recompute)
+    held = model.forward
+    activations_cuda.revert(model)
+    assert held.__func__ is not type(model).forward
+    assert torch.equal(held(x), model(x))
+
+
 def test_what_is_derived_from_a_converted_class_is_not_reverted():
     """As FSDP2 and parametrizations do."""
     model = activations_cuda.convert(ByFunctional(), example_inputs=torch.randn(IMAGES))
