@@ -128,6 +128,8 @@ def test_figures_of_alternatives():
     assert [time < 1 for time in times["recompute"]].count(True) == 3 and "is faster in three of the seven" in text
     both = "recompute, every 2nd block checkpointed"
     assert f"it is {saved[both]}, for {more[both]} more time" in text
+    page = re.sub(r"\s+", " ", read("docs/recompute.md"))
+    assert f"[{saved[both]} less memory](benchmarks.md#beside-the-alternatives), for {more[both]} more time" in page
     assert f"saves {saved['torch.compile, budget 0.5']}, and takes less time once" in text
     assert f"saves {saved['checkpoint']}, for {more['checkpoint']} more time" in text
     assert f"takes {more['selective checkpoint']} more time" in text
