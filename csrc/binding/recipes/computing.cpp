@@ -1,6 +1,5 @@
 #include "computing.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/util/ScopeExit.h>
@@ -88,21 +87,6 @@ at::ScalarType half_of(const Value& recipe) {
   }
   return result;
 }
-
-// Whether classes and modes see calls, by __torch_function__.
-class TorchFunction {
- public:
-  using State = at::impl::TorchFunctionDisabledState;
-  using Tls = at::impl::PythonTorchFunctionTLS;
-
-  explicit TorchFunction(State state) { Tls::set_disabled_state(state); }
-  TorchFunction(const TorchFunction&) = delete;
-  TorchFunction& operator=(const TorchFunction&) = delete;
-  ~TorchFunction() { Tls::set_disabled_state(before_); }
-
- private:
-  const State before_ = Tls::get_disabled_state();
-};
 
 // Calls a formula. `is_new`: nobody else has the result.
 at::Tensor call(PyObject* formula, c10::ArrayRef<py::object> operands, c10::ArrayRef<py::object> arguments, bool* is_new) {

@@ -1,6 +1,7 @@
 // From a value to its tensor.
 #pragma once
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -14,6 +15,21 @@ struct Computing {
   const at::NoGradGuard no_grad;
   const at::AutoFwGradMode no_tangents{false};  // autograd has saved them itself
   const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+// While it lives, whether classes and modes see calls, by __torch_function__.
+class TorchFunction {
+ public:
+  using State = at::impl::TorchFunctionDisabledState;
+  using Tls = at::impl::PythonTorchFunctionTLS;
+
+  explicit TorchFunction(State state) { Tls::set_disabled_state(state); }
+  TorchFunction(const TorchFunction&) = delete;
+  TorchFunction& operator=(const TorchFunction&) = delete;
+  ~TorchFunction() { Tls::set_disabled_state(before_); }
+
+ private:
+  const State before_ = Tls::get_disabled_state();
 };
 
 // While a tensor is packed, values are read only to verify recipes. The hooks around the scope then get their tensor back,

@@ -1,6 +1,5 @@
 #include "module.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 
 #include <optional>
@@ -54,24 +53,11 @@ py::object or_underivable(py::object value) {
   return value;
 }
 
-// While it lives, no __torch_function__ is called.
-class FunctionsDisabled {
- public:
-  FunctionsDisabled() { Functions::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED); }
-  FunctionsDisabled(const FunctionsDisabled&) = delete;
-  ~FunctionsDisabled() { Functions::set_disabled_state(before_); }
-
- private:
-  using Functions = at::impl::PythonTorchFunctionTLS;
-
-  const at::impl::TorchFunctionDisabledState before_ = Functions::get_disabled_state();
-};
-
-// Computing as a context manager. Several of Python's own, nested, could leave the thread without gradients where an interrupt
-// comes between them.
+// Computing as a context manager, which also disables __torch_function__. Several of Python's own, nested, could leave the
+// thread without gradients where an interrupt comes between them.
 struct ComputingInPython {
   struct Guards {
-    FunctionsDisabled functions_disabled;
+    const TorchFunction function{TorchFunction::State::ALL_DISABLED};
     Computing computing;
   };
 
