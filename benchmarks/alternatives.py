@@ -5,7 +5,6 @@ Names of models on the command line run those alone; the other models' rows stay
 """
 
 import copy
-import gc
 import time
 from functools import partial
 
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 import activations_cuda
 from benchmarks import record
-from benchmarks.models import Training, autocast, chosen_models, compare, deterministic, same
+from benchmarks.models import Training, autocast, chosen_models, compare, deterministic, free_memory, same
 from benchmarks.plot import draw_alternatives
 from benchmarks.recompute import CASES, STEPS
 from benchmarks.timing import StepClock, alternate
@@ -90,10 +89,8 @@ WAYS = {
 
 def measure(model, case, way):
     torch._dynamo.reset()  # what it compiled holds on to its model, and has another budget
-    gc.collect()
-    torch.cuda.empty_cache()
+    earlier = free_memory()
     dtype = case.dtype or torch.float32  # without autocast
-    earlier = torch.cuda.memory_allocated()
     batch = case.batch("cuda")
     after = copy.deepcopy(model)
     with autocast(dtype):
@@ -139,7 +136,7 @@ COLUMNS += ["losses_equal", "weights_equal", "parameters_equal", "failure"]
 def main():
     chosen = chosen_models("python -m benchmarks.alternatives", __doc__, list(MODELS))
     origin, path = record.origin(), record.path("-alternatives")
-    rows = [row for row in record.rows(path) if row["model"] not in chosen and row["way"] in WAYS]
+    rows = record.other_rows(path, MODELS, chosen)
     for name in chosen:
         for row in rows_of(name):
             rows.append({"commit": origin["commit"], **row})

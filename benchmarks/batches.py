@@ -2,11 +2,10 @@
 unmodified model, of the converted one and by recompute.
 
 The caching allocator may have so much; so what lies between its blocks counts. Writes benchmarks/results/<device>-batches.json.
-Names of models on the command line run those alone; the other models' results of the same commit stay.
+Names of models on the command line run those alone; the other models' results stay, each with the commit that it is of.
 """
 
 import copy
-import gc
 
 import torch
 from tabulate import tabulate
@@ -14,7 +13,7 @@ from tqdm import tqdm
 
 from benchmarks import record
 from benchmarks.alternatives import convert, recompute, unmodified
-from benchmarks.models import GIB, Training, autocast, chosen_models
+from benchmarks.models import GIB, Training, autocast, chosen_models, free_memory
 from benchmarks.recompute import CASES
 
 CAP = 12 * GIB
@@ -52,19 +51,19 @@ def largest_batch(model, case, way, step, limit):
             low = middle
         else:
             high = middle
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
     return low * step
 
 
 def main():
     chosen = chosen_models("python -m benchmarks.batches", __doc__, list(MODELS))
     origin, path = record.origin(), record.path("-batches")
-    rows = [row for row in record.earlier(path, origin).get("rows", []) if row["model"] not in chosen]
+    rows = record.other_rows(path, MODELS, chosen)
     torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(0).total_memory)
     for name in tqdm(chosen, unit=" models"):
         model = CASES[name].model()
-        rows.append({"model": name, **{way: largest_batch(model, CASES[name], WAYS[way], *MODELS[name]) for way in WAYS}})
+        batches = {way: largest_batch(model, CASES[name], WAYS[way], *MODELS[name]) for way in WAYS}
+        rows.append({"commit": origin["commit"], "model": name, **batches})
         rows.sort(key=lambda row: list(MODELS).index(row["model"]))
         record.write(path, {**origin, "cap_gib": CAP / GIB, "rows": rows})
     print(tabulate(rows, headers="keys"))

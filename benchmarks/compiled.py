@@ -1,4 +1,4 @@
-"""Trains compiled models for a few steps on the GPU at hand: as they come, converted, and with the pass for Inductor.
+"""Trains compiled models for a few steps on the GPU at hand: unmodified, converted, and with the pass for Inductor.
 
 Writes benchmarks/results/<device>-compiled.json. Exits with 1 where the pass costs more time or memory than the best of them.
 """
@@ -38,7 +38,7 @@ def measure(name, model):
     before, after = both(model, torch.bfloat16)
     batch = normal(model.shape, next(before.parameters()).dtype)
     contenders = {
-        "as it comes": (before, torch.compile),
+        "unmodified": (before, torch.compile),
         "converted": (after, torch.compile),
         "with the pass": (copy.deepcopy(after), partial(torch.compile, options=inductor.options())),
     }

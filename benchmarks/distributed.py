@@ -2,7 +2,7 @@
 memory of both.
 
 Writes benchmarks/results/<device>-x2-distributed.json. Exits with 1 where a loss or a weight differs. Names of models on the
-command line run those alone.
+command line run those alone; the other models' rows stay, each with the commit that it is of.
 """
 
 import copy
@@ -88,6 +88,8 @@ CASES = [
     Case("FSDP2", "Llama", llama, fully_sharded_llama, (2, 2048), autocast=False, recompute=True, vocabulary=32000),
 ]
 
+NAMES = [*dict.fromkeys(case.model for case in CASES)]
+
 
 class Training:
     """A parallel model, its optimizer and a batch. Calling it takes a step and notes the loss."""
@@ -151,19 +153,20 @@ def measure(case, device, clock):
 def work(rank, rendezvous, path, chosen):
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=RANKS, device_id=torch.device("cuda", rank))
-    rows = []
+    origin, rows = record.origin(), record.other_rows(path, NAMES, chosen)
     for case in tqdm([case for case in CASES if case.model in chosen], unit=" runs", disable=rank != 0):
-        rows.append(measure(case, "cuda", StepClock()))
+        rows.append({"commit": origin["commit"], **measure(case, "cuda", StepClock())})
         torch.cuda.empty_cache()
         if rank == 0:
-            record.write(path, {**record.origin(), "ranks": RANKS, "rows": rows})
+            rows.sort(key=lambda row: NAMES.index(row["model"]))
+            record.write(path, {**origin, "ranks": RANKS, "rows": rows})
     dist.destroy_process_group()
 
 
 def main():
     if not has_gpu() or torch.cuda.device_count() < RANKS:
         sys.exit(f"python -m benchmarks.distributed: needs {RANKS} GPUs and a build of activations_cuda for them")
-    chosen = chosen_models("python -m benchmarks.distributed", __doc__, [*dict.fromkeys(case.model for case in CASES)])
+    chosen = chosen_models("python -m benchmarks.distributed", __doc__, NAMES)
     path = record.path(f"-x{RANKS}-distributed")
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = (Path(directory) / "rendezvous").as_uri()

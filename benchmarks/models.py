@@ -1,9 +1,9 @@
-"""Trains real models for a few steps on the GPU at hand, as they come and converted: step time and peak memory of both.
+"""Trains real models for a few steps on the GPU at hand, unmodified and converted: step time and peak memory of both.
 
-Converted means convert(model, batch); some models are trained under torch.compile too, as they come. Writes
+Converted means convert(model, batch); some models are trained under torch.compile too, unmodified. Writes
 benchmarks/results/<device>-models.json and draws it. Exits with 1 if a row misses its target, or if any loss or any weight of
 the first steps, by deterministic algorithms, differs. Names of models on the command line run those alone; the other models'
-results of the same commit stay.
+results stay, each with the commit that it is of.
 """
 
 import argparse
@@ -128,7 +128,7 @@ class Model:
     shape: tuple  # of a batch
     dtypes: tuple = (torch.float32, torch.bfloat16)
     vocabulary: int | None = None  # the batch is of tokens
-    compiled: bool = False  # in bfloat16 trained under torch.compile too, as it comes
+    compiled: bool = False  # in bfloat16 trained under torch.compile too, unmodified
 
     def batch(self, device):
         if self.vocabulary:
@@ -216,6 +216,13 @@ class Training:
         return torch.cuda.max_memory_allocated() - sum(other.held() for other in others)
 
 
+def free_memory():
+    """Frees what is garbage, and returns how many bytes something still holds on to, as a compiler to models before."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
 def normal(shape, dtype=torch.float32):
     batch = torch.randn(shape, device="cuda", dtype=dtype)
     return batch.to(memory_format=torch.channels_last) if batch.dim() == 4 else batch
@@ -271,9 +278,7 @@ def compare(before, after, peak_before, peak_after):
 
 def measure(name, model, dtype):
     torch._dynamo.reset()  # what it compiled holds on to its model
-    gc.collect()
-    torch.cuda.empty_cache()
-    earlier = torch.cuda.memory_allocated()  # what still holds on to some of the models before
+    earlier = free_memory()
     batch = model.batch("cuda")
     trainings = [Training(m, batch, dtype) for m in both(model, dtype)]
     with deterministic():
@@ -355,16 +360,16 @@ def chosen_models(prog, description, names):
 def main():
     chosen = chosen_models("python -m benchmarks.models", __doc__, list(MODELS))
     origin, path = record.origin(), record.path("-models")
-    rows = [row for row in record.earlier(path, origin).get("rows", []) if row["model"] not in chosen]
+    rows = record.other_rows(path, MODELS, chosen)
     runs = [(name, dtype) for name in chosen for dtype in MODELS[name].dtypes]
     for name, dtype in tqdm(runs, unit=" runs"):
-        rows.append(measure(name, MODELS[name], dtype))
+        rows.append({"commit": origin["commit"], **measure(name, MODELS[name], dtype)})
         rows.sort(key=lambda row: list(MODELS).index(row["model"]))
         record.write(path, {**origin, "rows": rows})
     draw_models(path)
     print(table(rows))
     print(
-        "\nbefore: the model as it comes; after: converted; compiled: before, by torch.compile. ms: a step, the median;"
+        "\nbefore: unmodified; after: converted; compiled: before, by torch.compile. ms: a step, the median;"
         " GiB: its peak memory; kernels: the time of a step's kernels, after to before."
     )
     sys.exit(1 if any(map(is_short, rows)) else 0)

@@ -92,6 +92,10 @@ def draw(path):
     figure.savefig(Path(path).with_suffix(".png"), dpi=110)
 
 
+def commits(result):
+    return ", ".join(dict.fromkeys(row.get("commit", result["commit"]) for row in result["rows"]))
+
+
 def draw_models(path):
     """Peak memory and step time of real models in bfloat16, before and after conversion, in the order of what it saves."""
     result = json.loads(Path(path).read_text())
@@ -101,7 +105,7 @@ def draw_models(path):
         (axes[0], "gib", "memory", "peak memory of a training step, GiB"),
         (axes[1], "ms", "time", "time of a training step, ms"),
     ):
-        for offset, when, label, color in ((-0.2, "before", "as it comes", PYTORCH), (0.2, "after", "converted", OURS)):
+        for offset, when, label, color in ((-0.2, "before", "unmodified", PYTORCH), (0.2, "after", "converted", OURS)):
             places = [place + offset for place in range(len(rows))]
             axis.barh(places, [row[f"{when}_{unit}"] for row in rows], 0.38, label=label, color=color)
         for place, row in enumerate(rows):
@@ -113,7 +117,7 @@ def draw_models(path):
     axes[0].set_yticks(range(len(rows)), [row["model"].removeprefix("timm ") for row in rows])
     axes[0].invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
-    figure.suptitle(f"{result['device']}, bfloat16, eager, torch {result['torch']}, commit {result['commit']}", fontsize=10)
+    figure.suptitle(f"{result['device']}, bfloat16, eager, torch {result['torch']}, of {commits(result)}", fontsize=10)
     figure.savefig(Path(path).with_suffix(".png"), dpi=140)
 
 
@@ -158,6 +162,5 @@ def draw_alternatives(path):
     handles = {label: handle for axis in grid.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     labels = [label for label in MARKS if label in handles]
     figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=3, fontsize=8)
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"]))
-    figure.suptitle(f"{result['device']}, bfloat16, torch {result['torch']}, of {commits}", fontsize=10)
+    figure.suptitle(f"{result['device']}, bfloat16, torch {result['torch']}, of {commits(result)}", fontsize=10)
     figure.savefig(Path(path).with_suffix(".png"), dpi=140)

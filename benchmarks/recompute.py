@@ -7,7 +7,6 @@ other bits. Names of models on the command line run those alone; the other rows 
 """
 
 import copy
-import gc
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +27,7 @@ from benchmarks.models import (
     chosen_models,
     compare,
     deterministic,
+    free_memory,
     from_torchvision,
     is_short,
     same,
@@ -167,9 +167,7 @@ CASES = {
 
 
 def measure(name, case):
-    gc.collect()
-    torch.cuda.empty_cache()
-    earlier = torch.cuda.memory_allocated()
+    earlier = free_memory()
     dtype = case.dtype or torch.float32  # without autocast
     torch.manual_seed(0)
     before = case.model().cuda()
@@ -191,7 +189,7 @@ def measure(name, case):
     except RuntimeError as error:
         print(f"{name}: {error}")
         bits_equal = False
-    gc.collect()
+    free_memory()
     trainings = [Training(before, batch, dtype), Training(after, batch, dtype)]
     for training in trainings:
         training()  # momentum
@@ -221,7 +219,7 @@ COLUMNS += ["time"]
 def main():
     chosen = chosen_models("python -m benchmarks.recompute", __doc__, list(CASES))
     origin, path = record.origin(), record.path("-recompute")
-    rows = [row for row in record.rows(path) if row["model"] in CASES.keys() - set(chosen)]
+    rows = record.other_rows(path, CASES, chosen)
     for name in tqdm(chosen, unit=" models"):
         rows.append({"commit": origin["commit"], **measure(name, CASES[name])})
         rows.sort(key=lambda row: list(CASES).index(row["model"]))

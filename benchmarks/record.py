@@ -31,16 +31,10 @@ def path(kind=""):
     return RESULTS / f"{name}{kind}.json"
 
 
-def earlier(path, origin):
-    """The results that the file has, if they are of the same commit, else an empty dict."""
-    result = json.loads(path.read_text()) if path.exists() else {}
-    return result if result.get("commit") == origin["commit"] else {}
-
-
-def rows(path):
-    """The rows that the file has, each with the commit that it is of."""
+def other_rows(path, models, chosen):
+    """The rows that the file has of these models but the chosen ones, each with the commit that it is of."""
     result = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    return [{"commit": result["commit"], **row} for row in result["rows"]]
+    return [{"commit": result["commit"], **row} for row in result["rows"] if row["model"] in set(models) - set(chosen)]
 
 
 def write(path, result):

@@ -8,7 +8,6 @@ weights or buffers differ in a net that repeats itself, if a step needs more mem
 
 import argparse
 import copy
-import gc
 import os
 import statistics
 import sys
@@ -24,7 +23,7 @@ from tqdm import tqdm
 import activations_cuda
 from activations_cuda.recipes.verification import is_identical
 from benchmarks import record
-from benchmarks.models import GIB, Training, autocast, deterministic, from_timm, from_torchvision
+from benchmarks.models import GIB, Training, autocast, deterministic, free_memory, from_timm, from_torchvision
 
 BATCH = 16
 STEPS = 3  # whose losses are compared, and the weights and buffers after them
@@ -118,9 +117,7 @@ def measure(choice, dtype, memory_format):
             if parameter.dim() == 1:  # of zeros and ones, as norms and gates begin with, many formulas make the same
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     try:
-        gc.collect()
-        torch.cuda.empty_cache()
-        earlier = torch.cuda.memory_allocated()
+        earlier = free_memory()
         net = net.cuda().to(memory_format=memory_format).train()
         batch = torch.randn(BATCH, *size).cuda().to(memory_format=memory_format)
         fresh = copy.deepcopy(net)

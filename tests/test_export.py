@@ -38,7 +38,7 @@ def elsewhere(load, program, arguments, folder):
 
 
 def models(device):
-    """A small net with every class of the family, as it comes and converted."""
+    """A small net with every class of the family, unmodified and converted."""
     activations = [
         nn.ReLU6(inplace=True),
         nn.Hardtanh(-0.3, 0.7),

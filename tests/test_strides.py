@@ -39,7 +39,7 @@ def like(x):
 
 
 class Intermediate(torch.autograd.Function):
-    """Gives an in-place op a tensor of the input's own layout to write to, and returns the gradient as it comes."""
+    """Gives an in-place op a tensor of the input's own layout to write to, and returns the gradient as it arrives."""
 
     @staticmethod
     def forward(ctx, leaf, x):

@@ -22,7 +22,7 @@ def assert_equal(actual, expected):
 
 
 def models(device):
-    """A small net as it comes and converted."""
+    """A small net, unmodified and converted."""
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 4, 3), nn.ReLU6(inplace=True), nn.Conv2d(4, 4, 3), nn.Hardtanh(-0.3, 0.7))
     model = nn.Sequential(*layers).to(device)

@@ -1,4 +1,4 @@
-"""A converted model trains to the same bits as the model as it comes: every loss, and every weight at the end."""
+"""A converted model trains to the same bits as the unmodified one: every loss, and every weight at the end."""
 
 import copy
 from contextlib import nullcontext
