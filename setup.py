@@ -240,7 +240,7 @@ def extension(name, sources, root, libraries=(), library_dirs=(), link_args=()):
     include_dirs = [root / "include", root / "include/torch/csrc/api/include"]
     return Extension(
         f"activations_cuda.{name}",
-        sorted(glob(sources, recursive=True)),
+        sorted(glob(sources, recursive=True), reverse=True),  # recipes, which take longest to compile, first
         include_dirs=list(map(str, include_dirs)),
         library_dirs=list(map(str, library_dirs)),
         libraries=list(libraries),

@@ -263,11 +263,11 @@ class Survey:
 
     def _choose(self, chosen):
         """The units whose conversion lowers what is saved: all, less those that gain nothing, until every one gains."""
-        as_it_comes = {self._unit(call) for call in self.calls if call.is_ours} & chosen
-        chosen -= {self._unit(call) for call in self.calls if call.is_overwritten} - as_it_comes
-        while without := {unit for unit, gain in self._gains(chosen).items() if gain <= 0} - as_it_comes:
+        own = {self._unit(call) for call in self.calls if call.is_ours} & chosen
+        chosen -= {self._unit(call) for call in self.calls if call.is_overwritten} - own
+        while without := {unit for unit, gain in self._gains(chosen).items() if gain <= 0} - own:
             chosen -= without
-        return chosen if self.saved(chosen).total() < self.saved(as_it_comes).total() else as_it_comes
+        return chosen if self.saved(chosen).total() < self.saved(own).total() else own
 
     def converts(self) -> dict[nn.Module, frozenset[str]]:
         """The functions of PyTorch's that each module is to have replaced."""

@@ -127,7 +127,12 @@ variable_list by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed
   return {of_input, of_weight, of_bias};
 }
 
-// Whether the kernel adds up so many elements as the ops do. A model's first gradients don't tell, since they are often zero.
+// Whether the kernel gives the ops' bits. Waits for the device.
+bool repeats_ops(const at::Tensor& grad, const BatchNormSaved& saved) {
+  return are_identical(by_kernel(grad, saved), by_ops(grad, saved));
+}
+
+// The same for as many elements of other numbers: a model's first gradients don't tell, since they are often zero.
 bool passes_trial(const BatchNormSaved& saved) {
   constexpr int64_t tile = 32, enough = 1 << 18;  // channels that both treat alike; numbers that tell
   const int64_t plane = plane_of(saved.input), of_channel = saved.samples() * plane;
@@ -143,7 +148,7 @@ bool passes_trial(const BatchNormSaved& saved) {
   } else if (saved.mask.defined()) {
     numbers.mask = some(saved.input, {mask_bytes(grad.numel())}).view(at::kByte);
   }
-  return are_identical(by_kernel(grad, numbers), by_ops(grad, numbers));
+  return repeats_ops(grad, numbers);
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
@@ -157,9 +162,7 @@ bool fits(const at::Tensor& grad, const BatchNormSaved& saved) {
   const BatchNormConfiguration configuration = {saved.samples(),     saved.channels(),      plane_of(input),
                                                 input.scalar_type(), weight.scalar_type(),  bias.defined(),
                                                 mask.defined(),      input.device().index()};
-  return verdicts.find(configuration, grad.device(), [&] {
-    return passes_trial(saved) && are_identical(by_kernel(grad, saved), by_ops(grad, saved));
-  });
+  return verdicts.find(configuration, grad.device(), [&] { return passes_trial(saved) && repeats_ops(grad, saved); });
 }
 
 // Whether what a node has saved may be read, and again by the node: the hooks around the scope may give a tensor back once.

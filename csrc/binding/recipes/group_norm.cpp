@@ -84,13 +84,13 @@ variable_list by_ops(const at::Tensor& grad, const GroupNormSaved& saved, Needed
   return {of_input.to(input.scalar_type()), of_weight, of_bias};
 }
 
-// Whether the kernel gives the same. Waits for the device.
-bool agree(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
+// Whether the kernel gives the ops' bits. Waits for the device.
+bool repeats_ops(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
   return are_identical(by_kernel(grad, saved, needed), by_ops(grad, saved, needed));
 }
 
 // The same for other numbers: a model's first gradients don't tell, since they are often zero.
-bool agree_on_numbers(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed, int64_t samples, int64_t plane) {
+bool passes_trial(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed, int64_t samples, int64_t plane) {
   GroupNormSaved numbers = saved;
   numbers.samples = samples;
   numbers.plane = plane;
@@ -98,7 +98,7 @@ bool agree_on_numbers(const at::Tensor& grad, const GroupNormSaved& saved, Neede
   numbers.weight = some_like(saved.weight, {saved.channels}, 2);
   numbers.mean = some_like(saved.mean, {samples, saved.groups}, 3);
   numbers.invstd = some_like(saved.invstd, {samples, saved.groups}, 4);
-  return agree(some_like(grad, {samples, saved.channels, plane}, 5), numbers, needed);
+  return repeats_ops(some_like(grad, {samples, saved.channels, plane}, 5), numbers, needed);
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
@@ -113,8 +113,8 @@ bool fits(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
       saved.dtype,   saved.weight.defined(), needed[1],   needed[2],    grad.device().index()};
   return verdicts.find(configuration, grad.device(), [&] {
     constexpr int64_t few_samples = 2;
-    return agree_on_numbers(grad, saved, needed, std::min(saved.samples, few_samples), saved.plane) &&
-           agree_on_numbers(grad, saved, needed, saved.samples, GroupNormGradient::kVector) && agree(grad, saved, needed);
+    return passes_trial(grad, saved, needed, std::min(saved.samples, few_samples), saved.plane) &&
+           passes_trial(grad, saved, needed, saved.samples, GroupNormGradient::kVector) && repeats_ops(grad, saved, needed);
   });
 }
 

@@ -99,13 +99,13 @@ variable_list by_ops(const at::Tensor& grad, const LayerNormSaved& saved, Needed
   return {of_input.to(input.scalar_type()), of_weight, of_bias};
 }
 
-// Whether the kernel gives the same. Waits for the device.
-bool agree(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
+// Whether the kernel gives the ops' bits. Waits for the device.
+bool repeats_ops(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
   return are_identical(by_kernel(grad, saved, needed), by_ops(grad, saved, needed));
 }
 
 // The same for other numbers: a model's first gradients don't tell, since they are often zero.
-bool agree_on_numbers(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed, int64_t rows, int64_t columns) {
+bool passes_trial(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed, int64_t rows, int64_t columns) {
   const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
   const LayerNormSaved numbers = {
       dtype,
@@ -115,7 +115,7 @@ bool agree_on_numbers(const at::Tensor& grad, const LayerNormSaved& saved, Neede
       some_like(bias, {columns}, 3),
       some_like(mean, {rows, 1}, 4),
       some_like(invstd, {rows, 1}, 5)};
-  return agree(some_like(grad, {rows, columns}, 6), numbers, needed);
+  return repeats_ops(some_like(grad, {rows, columns}, 6), numbers, needed);
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
@@ -132,8 +132,8 @@ bool fits(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
     const int64_t rows = saved.rows(), columns = saved.columns();
     constexpr int64_t few_rows = 64;
     const int64_t alike = rows <= LayerNormGradient::kManyRows ? LayerNormGradient::kTile : columns;
-    return agree_on_numbers(grad, saved, needed, std::min(rows, few_rows), columns) &&
-           agree_on_numbers(grad, saved, needed, rows, std::min(columns, alike)) && agree(grad, saved, needed);
+    return passes_trial(grad, saved, needed, std::min(rows, few_rows), columns) &&
+           passes_trial(grad, saved, needed, rows, std::min(columns, alike)) && repeats_ops(grad, saved, needed);
   });
 }
 

@@ -341,19 +341,19 @@ py::object equal_or_add(Value& recipe, const torch::autograd::Node& node) {
 
 namespace {
 
-PyObject* operands_of(PyObject* self, void*) {
+PyObject* get_operands(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   return tuple_of(value_of(self).operands).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* arguments_of(PyObject* self, void*) {
+PyObject* get_arguments(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   return tuple_of(value_of(self).arguments).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* roots_of(PyObject* self, void*) {
+PyObject* get_roots(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   const Value& value = value_of(self);
   py::list result;
@@ -367,7 +367,7 @@ PyObject* roots_of(PyObject* self, void*) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* sizes_of(PyObject* self, void*) {
+PyObject* get_sizes(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   return py::cast(value_of(self).sizes_of().vec()).release().ptr();
   END_HANDLE_TH_ERRORS
@@ -377,7 +377,7 @@ PyObject* or_none(py::object object) {
   return (object ? std::move(object) : py::object(py::none())).release().ptr();
 }
 
-PyObject* held_of(PyObject* self, void*) {
+PyObject* get_held(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   const Value& value = value_of(self);
   return value.held.defined() ? THPVariable_Wrap(value.held) : or_none(value.held_outside);
@@ -391,11 +391,11 @@ PyGetSetDef properties[] = {
     {"remembers", [](PyObject* self, void*) { return PyBool_FromLong(value_of(self).remembers()); }, nullptr,
      "whether it holds what it computed for other readers in this backward pass", nullptr},
     {"source", [](PyObject* self, void*) { return or_none(value_of(self).source); }, nullptr, "the name of the node", nullptr},
-    {"held", held_of, nullptr, "what is kept: the tensor, or what the hooks around the scope made of it", nullptr},
-    {"sizes", sizes_of, nullptr, nullptr, nullptr},
-    {"operands", operands_of, nullptr, nullptr, nullptr},
-    {"arguments", arguments_of, nullptr, nullptr, nullptr},
-    {"roots", roots_of, nullptr, "the kept values that it follows from in the end", nullptr},
+    {"held", get_held, nullptr, "what is kept: the tensor, or what the hooks around the scope made of it", nullptr},
+    {"sizes", get_sizes, nullptr, nullptr, nullptr},
+    {"operands", get_operands, nullptr, nullptr, nullptr},
+    {"arguments", get_arguments, nullptr, nullptr, nullptr},
+    {"roots", get_roots, nullptr, "the kept values that it follows from in the end", nullptr},
     {"configuration", [](PyObject* self, void*) { return PyLong_FromLongLong(value_of(self).configuration); }, nullptr,
      "the number of all that its formula depends on but elements", nullptr},
     {"formula", [](PyObject* self, void*) { return or_none(value_of(self).formula); },
