@@ -42,14 +42,14 @@ def group_norm(x, groups=32):
     parameters = [numbers(x.shape[1], dtype=torch.float32) for _ in range(2)]
     statistics = [numbers(len(x), groups, dtype=torch.float32) for _ in range(2)]
     return recipe(
-        x, norms.group_norm_in_two, x, *parameters, *statistics, arguments=(*x.shape[:2], math.prod(x.shape[2:]), groups)
+        x, norms.group_norm_folded, x, *parameters, *statistics, arguments=(*x.shape[:2], math.prod(x.shape[2:]), groups)
     )
 
 
 def layer_norm(x):
     parameters = [numbers(x.shape[-1], dtype=torch.float32) for _ in range(2)]
     statistics = [numbers(len(x), 1, dtype=torch.float32) for _ in range(2)]
-    return recipe(x, norms.layer_norm_affine, x, *parameters, *statistics, arguments=((x.shape[-1],),))
+    return recipe(x, norms.layer_norm_centered, x, *parameters, *statistics, arguments=((x.shape[-1],),))
 
 
 def relu6(x, value):

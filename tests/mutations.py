@@ -460,7 +460,7 @@ RECOMPUTE = [
         "a configuration for each position", DERIVATION, "is_movement ? number_of_position", "is_tabulated ? number_of_position"
     ),
     Mutant("sums of multiples in any strides", RECIPES + "formulas.py", "return alpha != 1", "return False"),
-    Mutant("the sign of a zero behind layer norm", RECIPES + "norms.py", ", on_cpu=(layer_norm_affine_on_cpu,)", ""),
+    Mutant("the sign of a zero behind layer norm", RECIPES + "norms.py", ", on_cpu=(layer_norm_centered_on_cpu,)", ""),
     Mutant("the caller of whatever calls the op", HOOK, "return called && !(", "return called || !("),
     Mutant("running statistics copied too late", OPERANDS, "return value.copy;  // or null", "return data;"),
     Mutant("complex numbers in any strides", DERIVATION, " || c10::isComplexType(recipe.dtype)", ""),

@@ -51,7 +51,7 @@ def operands_of(formula, x):
         rows = (*x.shape[:-1], 1)
         weight, bias = numbers(x.shape[-1:], device), numbers(x.shape[-1:], device)
         mean, rstd = torch.randn(rows, device=device), torch.rand(rows, device=device)
-        bias = None if formula is norms.layer_norm_affine_on_cpu else bias  # it adds 0 then
+        bias = None if formula is norms.layer_norm_centered_on_cpu else bias  # it adds 0 then
         return (weight, None, rstd) if formula is norms.rms_norm_scaled else (weight, bias, mean, rstd), (x.shape[-1:],)
     if formula.__name__.startswith("batch_norm"):
         return (weight, bias, mean, rstd), (1e-5,)
@@ -168,9 +168,9 @@ def test_dimensions_in_another_order(view, arguments, dtype, size, device):
 
     known = {}
     x = numbers((6, 5, size), device)
-    others, shape = operands_of(norms.layer_norm_affine_on_cpu, x)
-    normed = norms.layer_norm_affine_on_cpu(x, *others, *shape)
-    first = _C.recipes.recipe(normed, norms.layer_norm_affine_on_cpu, (x, *others), shape)
+    others, shape = operands_of(norms.layer_norm_centered_on_cpu, x)
+    normed = norms.layer_norm_centered_on_cpu(x, *others, *shape)
+    first = _C.recipes.recipe(normed, norms.layer_norm_centered_on_cpu, (x, *others), shape)
     known[first] = normed
     moved = recipe(view, (first,), arguments)
     copy = recipe(torch.Tensor.contiguous, (recipe(torch.Tensor.to, (moved,), (dtype,)),), ())
@@ -494,12 +494,12 @@ def test_trials_run_no_formula_by_ops_where_the_kernel_fits():
 
     def formula(x, w, b, mean, rstd, shape):
         ran.append(formula)
-        return norms.layer_norm_affine(x, w, b, mean, rstd, shape)
+        return norms.layer_norm_centered(x, w, b, mean, rstd, shape)
 
     x, w, b = torch.randn(32, 16), torch.ones(16), torch.zeros(16)
     _, mean, rstd = torch.native_layer_norm(x, (16,), w, b, norms.EPS)
-    candidates = Candidates((norms.layer_norm_affine, formula), norms._layer_norm_op, norms._closest_of_rows)
-    assert candidates.choose(x, w, b, mean, rstd, (16,)) == (norms.layer_norm_affine, True)
+    candidates = Candidates((norms.layer_norm_centered, formula), norms._layer_norm_op, norms._closest_of_rows)
+    assert candidates.choose(x, w, b, mean, rstd, (16,)) == (norms.layer_norm_centered, True)
     assert not ran
 
 
@@ -558,9 +558,9 @@ def test_past_two_to_the_31():
     x = torch.randn(2**31 // 64 + 8, 64, device="cuda", dtype=torch.bfloat16)
     weight, bias = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
     mean, rstd = torch.randn(len(x), 1, device="cuda"), torch.rand(len(x), 1, device="cuda")
-    found = fused(norms.layer_norm_affine, (x, weight, bias, mean, rstd), ((64,),), x)
+    found = fused(norms.layer_norm_centered, (x, weight, bias, mean, rstd), ((64,),), x)
     for rows in (slice(0, 4096), slice(-4096, None)):
-        expected = norms.layer_norm_affine(x[rows], weight, bias, mean[rows], rstd[rows], (64,))
+        expected = norms.layer_norm_centered(x[rows], weight, bias, mean[rows], rstd[rows], (64,))
         assert torch.equal(found[rows], expected)
 
 

@@ -58,7 +58,7 @@ def _affine(x, w, b, mean, rstd, out):
     return torch.addcmul(_fma(-mean, scale, b), x, scale, out=out)
 
 
-def _in_two(x, w, b, mean, rstd, out):
+def _folded(x, w, b, mean, rstd, out):
     """Where a kernel before has computed scale and shift, each rounded."""
     scale = rstd if w is None else rstd * w
     shift = 0.0 - mean * scale if b is None else b - mean * scale
@@ -149,7 +149,7 @@ def batch_norm(op: Any, eps: str, formulas: tuple[Formula, ...], on_cpu: tuple[F
 
 batch_norm_affine = _formula("batch_norm_affine", _of_channels, _affine)  # the CPU's
 batch_norm_scaled = _formula("batch_norm_scaled", _of_channels, _scaled)  # cuDNN's, channels-last
-batch_norm_in_two = _formula("batch_norm_in_two", _of_channels, _in_two)  # cuDNN's, contiguous, of small channels
+batch_norm_folded = _formula("batch_norm_folded", _of_channels, _folded)  # cuDNN's, contiguous, of small channels
 
 
 def batch_norm_elementwise(x, w, b, mean, invstd, *var_and_eps):
@@ -159,7 +159,7 @@ def batch_norm_elementwise(x, w, b, mean, invstd, *var_and_eps):
 
 NATIVE = batch_norm_elementwise, batch_norm_affine
 NATIVE_ON_CPU = (batch_norm_affine,)
-CUDNN = batch_norm_elementwise, batch_norm_scaled, batch_norm_in_two
+CUDNN = batch_norm_elementwise, batch_norm_scaled, batch_norm_folded
 
 
 def _invstd(var, eps):
@@ -197,8 +197,8 @@ def _closest_of_rows(x, mean, rstd, shape, *_):
     return _closest(rows, *(each.reshape(-1, 1)[:ROWS] for each in (mean, rstd))).view(shape)
 
 
-layer_norm_affine = _formula("layer_norm_affine", _of_rows, _centered)
-layer_norm_affine_on_cpu = _formula("layer_norm_affine_on_cpu", _of_rows, _centered_on_cpu)
+layer_norm_centered = _formula("layer_norm_centered", _of_rows, _centered)
+layer_norm_centered_on_cpu = _formula("layer_norm_centered_on_cpu", _of_rows, _centered_on_cpu)
 
 
 def layer_norm_whole(x, w, b, shape, eps):
@@ -212,7 +212,7 @@ def _layer_norm_again(step: Step) -> Result:
 
 
 LAYER_NORM = OpRule(
-    Candidates((layer_norm_affine,), _layer_norm_op, _closest_of_rows, on_cpu=(layer_norm_affine_on_cpu,)),
+    Candidates((layer_norm_centered,), _layer_norm_op, _closest_of_rows, on_cpu=(layer_norm_centered_on_cpu,)),
     ("input", "weight", "bias"),
     ("normalized_shape",),
     saved=STATISTICS,
@@ -231,11 +231,11 @@ def group_norm_whole(x, w, b, mean, rstd, n, c, hw, groups, eps=None):
 
 
 group_norm_affine = _formula("group_norm_affine", _of_groups, _affine)
-group_norm_in_two = _formula("group_norm_in_two", _of_groups, _in_two)
+group_norm_folded = _formula("group_norm_folded", _of_groups, _folded)
 group_norm_centered = _formula("group_norm_centered", _of_groups, _centered)
 
 _GROUP_NORM = Candidates(
-    (group_norm_whole, group_norm_in_two, group_norm_affine, group_norm_centered), _group_norm_op, _closest_of_channels
+    (group_norm_whole, group_norm_folded, group_norm_affine, group_norm_centered), _group_norm_op, _closest_of_channels
 )
 # Not saved from torch 2.15 on.
 _SAVES_EPS = hasattr(torch._C._functions.NativeGroupNormBackward0, "_saved_eps")  # type: ignore[attr-defined]

@@ -46,17 +46,17 @@ FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
     return x * a;
   } else if constexpr (opcode == Opcode::power) {
     return a == 2 ? x * x : x * x * x;
-  } else if constexpr (opcode == Opcode::batch_norm) {  // ATen's
+  } else if constexpr (opcode == Opcode::batch_norm) {  // ATen's batch norm
     return fma(c * (x - a), b, d);
-  } else if constexpr (opcode == Opcode::scaled_norm) {  // cuDNN's
+  } else if constexpr (opcode == Opcode::scaled_norm) {  // cuDNN's batch norm
     return fma(x - a, c * b, d);
-  } else if constexpr (opcode == Opcode::affine_norm) {  // ATen's on the CPU
+  } else if constexpr (opcode == Opcode::affine_norm) {  // ATen's on the CPU, of batches and of groups
     const float scale = c * b;
     return fma(x, scale, fma(-a, scale, d));
-  } else if constexpr (opcode == Opcode::group_norm) {  // ATen's, and cuDNN's batch norm: parameters first
+  } else if constexpr (opcode == Opcode::folded_norm) {  // ATen's group norm, and cuDNN's batch norm of small channels
     const float scale = c * b;
     return fma(x, scale, d - a * scale);
-  } else if constexpr (opcode == Opcode::layer_norm) {
+  } else if constexpr (opcode == Opcode::centered_norm) {  // ATen's layer norm
     return fma((x - a) * b, c, d);
   } else if constexpr (opcode == Opcode::clamp) {
     return clamp(x, a, b);

@@ -25,8 +25,8 @@ namespace fastact {
   INSTRUCTION(batch_norm, 4)              \
   INSTRUCTION(scaled_norm, 4)             \
   INSTRUCTION(affine_norm, 4)             \
-  INSTRUCTION(group_norm, 4)              \
-  INSTRUCTION(layer_norm, 4)              \
+  INSTRUCTION(folded_norm, 4)             \
+  INSTRUCTION(centered_norm, 4)           \
   INSTRUCTION(clamp, 2)                   \
   INSTRUCTION(tanh, 0)                    \
   INSTRUCTION(tanh_gradient, 1)           \
@@ -54,7 +54,7 @@ FASTACT_HOST_DEVICE constexpr int references_of(Opcode opcode) {
 
 FASTACT_HOST_DEVICE constexpr bool is_norm(Opcode opcode) {
   return opcode == Opcode::batch_norm || opcode == Opcode::scaled_norm || opcode == Opcode::affine_norm ||
-         opcode == Opcode::group_norm || opcode == Opcode::layer_norm;
+         opcode == Opcode::folded_norm || opcode == Opcode::centered_norm;
 }
 
 // Whether the instruction `power` can have this exponent.

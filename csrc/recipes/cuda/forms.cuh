@@ -84,7 +84,7 @@ bool start_norm_of_planes(const Program& program, Stream stream) {
 // A group norm is in float32 under autocast, and so is what follows it.
 template <class T, int n, Spread spread>
 bool start_group_norm(const Program& program, Stream stream) {
-  using Norm = InstructionOf<Opcode::group_norm, row, same_row, row, same_row>;
+  using Norm = InstructionOf<Opcode::folded_norm, row, same_row, row, same_row>;
   if constexpr (n == 8) {
     constexpr int some = spread == Spread::row ? 4 : 2;
     if (start_one_of<
@@ -105,7 +105,7 @@ bool start_group_norm(const Program& program, Stream stream) {
 template <class T, int n, Spread spread>
 bool start_rows(const Program& program, Stream stream) {
   using BatchNorm = InstructionOf<Opcode::batch_norm, row, same_row, same_row, same_row>;
-  using NormOfCudnn = InstructionOf<Opcode::group_norm, row, same_row, same_row, same_row>;
+  using NormOfCudnn = InstructionOf<Opcode::folded_norm, row, same_row, same_row, same_row>;
   constexpr bool is_of_cudnn = n == 4 || std::is_same_v<T, c10::Half>;  // which PyTorch doesn't call in bfloat16
   if constexpr (is_of_cudnn) {
     if (start_norm_of_planes<T, n, spread, NormOfCudnn>(program, stream)) {
@@ -117,14 +117,14 @@ bool start_rows(const Program& program, Stream stream) {
 
 template <class T, int n>
 bool start_common(const Program& program, Stream stream) {
-  using LayerNorm = InstructionOf<Opcode::layer_norm, row, same_row, column, column>;
+  using LayerNorm = InstructionOf<Opcode::centered_norm, row, same_row, column, column>;
   // Channels-last.
   return start_norm_of_columns<T, n, InstructionOf<Opcode::batch_norm, column, column, column, column>>(program, stream) ||
          start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column, column>>(program, stream) ||
          start_one_of<
              T, n, Form<n == 8 ? 4 : 2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
              Form<2, more, LoadAnywhere, LayerNorm>,  // transposed for attention
-             Form<2, two, Load, InstructionOf<Opcode::layer_norm, row, same_row, half_column, half_column>>,
+             Form<2, two, Load, InstructionOf<Opcode::centered_norm, row, same_row, half_column, half_column>>,
              Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Multiply<row>>,  // RMS norm
              Form<1, two, LoadAny, Multiply<row>, Multiply<column>>,
              Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>,
