@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tqdm import tqdm
 
 import activations_cuda
+from activations_cuda.recipes.verification import is_identical
 from benchmarks import record
 from benchmarks.models import Training, autocast, chosen_models, compare, deterministic, free_memory, same
 from benchmarks.plot import draw_alternatives
@@ -112,7 +113,7 @@ def measure(model, case, way):
                     training()
     equal = same([eager, other])
     parameters = zip(eager.model.parameters(), after.parameters(), strict=True)
-    equal["parameters_equal"] = all(torch.equal(*pair) for pair in parameters)
+    equal["parameters_equal"] = all(is_identical(*pair) for pair in parameters)
     peaks = eager.peak([other]) - earlier, other.peak([eager]) - earlier
     return {**equal, **compare(*alternate(StepClock(rounds=7), eager, other), *peaks), "compile_s": seconds}
 

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import activations_cuda
 from activations_cuda._load import has_gpu
+from activations_cuda.recipes.verification import is_identical
 from benchmarks import record
 from benchmarks.plot import draw_models
 from benchmarks.timing import KernelClock, StepClock, alternate, spread
@@ -253,13 +254,13 @@ def deterministic():
 
 
 def same(trainings):
-    """Whether every loss so far is the same to the bit, and whether every weight and buffer now is."""
+    """Whether every loss so far is the same to the bit, and whether every weight and buffer now is; a NaN is a NaN."""
     losses = [torch.stack(training.losses) for training in trainings]
     states = [training.model.state_dict().values() for training in trainings]
     return {
         "steps": len(losses[0]),
-        "losses_equal": torch.equal(*losses),
-        "weights_equal": all(torch.equal(*map(local, pair)) for pair in zip(*states, strict=True)),
+        "losses_equal": is_identical(*losses),
+        "weights_equal": all(is_identical(*map(local, pair)) for pair in zip(*states, strict=True)),
     }
 
 

@@ -21,9 +21,8 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import activations_cuda
-from activations_cuda.recipes.verification import is_identical
 from benchmarks import record
-from benchmarks.models import GIB, Training, autocast, deterministic, free_memory, from_timm, from_torchvision
+from benchmarks.models import GIB, Training, autocast, deterministic, free_memory, from_timm, from_torchvision, same
 
 BATCH = 16
 STEPS = 3  # whose losses are compared, and the weights and buffers after them
@@ -93,9 +92,8 @@ def trained(net, batch, dtype):
 
 
 def is_equal(*trainings):
-    """Of each loss, weight and buffer; a NaN is equal to a NaN."""
-    states = [[torch.stack(training.losses), *training.model.state_dict().values()] for training in trainings]
-    return all(is_identical(*pair) for pair in zip(*states, strict=True))
+    equal = same(trainings)
+    return equal["losses_equal"] and equal["weights_equal"]
 
 
 def measure(choice, dtype, memory_format):

@@ -101,7 +101,7 @@ class Divisor {
 // Splits an index into row and column.
 class RowIndex {
  public:
-  RowIndex(Rows rows, int64_t n) : rows_(rows), length_(rows.length, rows.dense() ? 0 : n) {}
+  RowIndex(Rows rows, int64_t n) : rows_(rows), length_(rows.dense() ? 1 : rows.length, n) {}
 
   // The offset of element i, and how many elements follow it in its row, itself included.
   __device__ int64_t offset(int64_t i, int64_t* rest) const {

@@ -44,7 +44,7 @@ def operands_of(formula, x):
     weight, bias = numbers((channels,), device), numbers((channels,), device)
     mean, rstd = torch.randn(channels, device=device), torch.rand(channels, device=device)
     if formula.__name__.startswith("group_norm"):
-        groups = 2
+        groups = 2 if channels % 2 == 0 else 3
         statistics = torch.randn(n, groups, device=device), torch.rand(n, groups, device=device)
         return (weight, bias, *statistics), (n, channels, math.prod(spatial), groups)
     if formula.__name__.startswith(("layer_norm", "rms_norm")):
@@ -74,7 +74,7 @@ def case(formula, dtype, shape, layout, device):
     operands, arguments = operands_of(formula, x)
     try:
         return x, operands, arguments, formula(x, *operands, *arguments)
-    except RuntimeError as error:
+    except NotImplementedError as error:  # an op of another device
         pytest.skip(str(error))
 
 
@@ -116,7 +116,7 @@ def test_gradient(formula, dtype, shape, layout, device):
     """Through a recipe of a function's input: the gradient times two factors, one after the other."""
     x, operands, arguments, z = case(formula, dtype, shape, layout, device)
     recipe = _C.recipes.recipe(z, formula, (x, *operands), arguments)
-    if formula in PROGRAMS and not is_identical(_C.recipes.fused(recipe), z):
+    if device == "cpu" and formula in PROGRAMS and not is_identical(_C.recipes.fused(recipe), z):
         pytest.skip("not contracted on a CPU")
     derivative = torch.randn(2**16, 2, device=device)
     derivative[::7, 0] = -0.0  # selects
@@ -140,7 +140,7 @@ def test_gradient(formula, dtype, shape, layout, device):
 @pytest.mark.parametrize("formula", [*norms.NATIVE, norms.group_norm_affine, formulas.same], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 def test_gradient_in_float32(layout, shape, formula, device):
-    """By a step, whose exponential is CUDA's."""
+    """By an instruction, whose exponential is CUDA's."""
     x, operands, arguments, z = case(formula, torch.float32, shape, layout, device)
     grad = numbers(shape, device).contiguous(memory_format=layout)
     found = _C.recipes.gradient(_C.recipes.recipe(z, formula, (x, *operands), arguments), grad, "silu_gradient")

@@ -101,11 +101,14 @@ def _describe(node, tensor, model):
     return f"{node.name()}, shape {list(tensor.shape)}, {tensor.dtype}{saver}: the recomputed tensor differs from the saved one"
 
 
+KEPT = "recompute: kept a tensor of shape %s: %r"
+
+
 def _failed(tensor, error):
     """Whether to raise an error once the op is done: not if it is the hook's own."""
     if isinstance(error, Exception) and is_of_handler(error):
         return True
-    log.debug("recompute: kept a tensor of shape %s: %r", list(tensor.shape), error)
+    log.debug(KEPT, list(tensor.shape), error)
     return False
 
 

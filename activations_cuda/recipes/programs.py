@@ -49,7 +49,7 @@ def table(formula: Callable[..., Tensor], arguments: tuple[Any, ...], dtype: tor
     if key not in _tables:
         known = list(_tables)  # to which other threads add
         others = sum((each[0], *each[2:]) == (formula, dtype, like.device) for each in known)
-        if others == MAX_TABLES or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if others >= MAX_TABLES or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None  # a graph's memory is its own
         with _C.recipes.Computing():
             numbers = torch.arange(2**16, dtype=torch.int32, device=like.device).to(torch.int16).view(dtype)
