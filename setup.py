@@ -194,7 +194,7 @@ class BuildWithRecord(BuildExtension):
     def joined(self, sources):
         """One source for each folder, which includes the folder's: most of what a compiler reads is PyTorch's headers."""
         files = []
-        for folder, names in groupby(sources, key=os.path.dirname):
+        for folder, names in groupby(sorted(sources, key=os.path.dirname, reverse=True), key=os.path.dirname):
             text = "".join(f'#include "{os.path.abspath(name)}"\n' for name in names)
             file = Path(self.build_temp, folder).with_suffix(".cpp")
             if not file.exists() or file.read_text() != text:  # ninja looks at its time

@@ -11,13 +11,9 @@
 #include "../dtypes.h"
 #include "../origin.h"
 #include "../strides.h"
-#include "batch_norm.h"
-#include "casts.h"
-#include "elementwise.h"
 #include "formulas.h"
-#include "group_norm.h"
+#include "gradients/gradients.h"
 #include "joined.h"
-#include "layer_norm.h"
 #include "leaves.h"
 
 namespace fastact::recipes {
@@ -229,11 +225,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
       ++value_of(each).readers;
     }
   }
-  speed_up_batch_norm(*step.node);
-  speed_up_layer_norm(*step.node);
-  speed_up_group_norm(*step.node);
-  speed_up_cast(*step.node);
-  speed_up_elementwise(*step.node);
+  add_gradient_hooks(*step.node);
   return true;
 }
 

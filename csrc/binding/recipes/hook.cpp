@@ -21,13 +21,11 @@
 #include <utility>
 
 #include "../strides.h"
-#include "answers.h"
-#include "batch_norm.h"
 #include "calls.h"
 #include "computing.h"
 #include "derivation.h"
-#include "elementwise.h"
 #include "formulas.h"
+#include "gradients/gradients.h"
 #include "leaves.h"
 #include "masks.h"
 #include "python.h"
@@ -146,8 +144,7 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     note_call(value_of(value), tensor, is_wrapped());
     return value;
   }
-  speed_up_activation(*node);
-  speed_up_square_before(*node);
+  add_gradient_hooks_of_saved(*node);
   const auto number = static_cast<uint32_t>(tensor.output_nr());
   py::object value = noted(node, number);
   if (value && value_of(value).stands_for(tensor)) {

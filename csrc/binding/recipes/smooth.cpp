@@ -20,9 +20,9 @@
 #include "../dispatch.h"
 #include "../dtypes.h"
 #include "fusion.h"
+#include "gradients/norms.h"
 #include "hook.h"
 #include "leaves.h"
-#include "norms.h"
 #include "value.h"
 #include "verification.h"
 
@@ -142,8 +142,8 @@ const std::type_info& smooth_node_type() {
 }
 
 bool is_smooth_with_instruction(const torch::autograd::Node& node) {
-  return typeid(node) == smooth_node_type() && static_cast<const SmoothBackward&>(node).has_instruction() && kHasCuda &&
-         node.input_metadata(0).device().is_cuda();
+  return typeid(node) == smooth_node_type() && static_cast<const SmoothBackward&>(node).has_instruction() &&
+         has_output_on_gpu(node);
 }
 
 }  // namespace fastact::recipes

@@ -2,17 +2,35 @@
 #pragma once
 
 #include <array>
+#include <utility>
 
+#include "../verification.h"
 #include "answers.h"
 
 namespace fastact::recipes {
 
 using Needed = std::array<bool, 3>;  // of the gradients of the input, the weight and the bias
 
+Needed needed_of(const torch::autograd::Node& node);
+
+// Whether a norm's kernel gives the ops' bits, from what the norm has saved. Waits for the device.
+template <class Saved, class... Needed>
+bool repeats_ops(const at::Tensor& grad, const Saved& saved, Needed... needed) {
+  return are_identical(by_kernel(grad, saved, needed...), by_ops(grad, saved, needed...));
+}
+
 // Of a layer or group norm, which takes its gradient in any layout, and in the half type of a cast behind it (casts.h).
 class NormPreHook : public PreHook {
  public:
   bool takes_half() const override { return true; }
+
+ protected:
+  template <class Saved>
+  torch::autograd::variable_list answer_with(const at::Tensor& grad, const Saved& saved, Needed needed, size_t grads) {
+    auto results =
+        is_served(grad, saved) && fits(grad, saved, needed) ? by_kernel(grad, saved, needed) : by_ops(grad, saved, needed);
+    return answer(std::move(results), grads, /*is_for_next=*/saved.input.scalar_type() != saved.dtype);
+  }
 };
 
 // Whether the next node is a norm that nobody watches, so that it may be given a gradient in any layout. The node has saved

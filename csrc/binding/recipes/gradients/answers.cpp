@@ -13,9 +13,10 @@
 #include <string>
 #include <type_traits>
 
-#include "../dispatch.h"
-#include "../dtypes.h"
-#include "python.h"
+#include "../../dispatch.h"
+#include "../../dtypes.h"
+#include "../python.h"
+#include "gradients.h"
 
 namespace fastact::recipes {
 namespace {
@@ -52,6 +53,10 @@ bool passes_unnoticed(Node& node, bool has_saved) {
 
 at::ScalarType dtype_of_output(const Node& node) {
   return c10::typeMetaToScalarType(node.input_metadata(0).dtype());
+}
+
+bool has_output_on_gpu(const Node& node) {
+  return kHasCuda && node.input_metadata(0).device().is_cuda();
 }
 
 bool is_answered() {

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "hook.h"
-#include "value.h"
+#include "../hook.h"
+#include "../value.h"
 
 namespace fastact::recipes {
 
@@ -31,8 +31,8 @@ bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false);
 
 at::ScalarType dtype_of_output(const torch::autograd::Node& node);
 
-// Whether the node that runs has its results already, and reads what it saved for nothing.
-bool is_answered();
+// Whether there are kernels for its device.
+bool has_output_on_gpu(const torch::autograd::Node& node);
 
 // What a pre-hook has computed for a pass. `is_for_next`: the next node takes the first as it is, whatever its dtype.
 struct Answer {

@@ -1,4 +1,4 @@
-#include "elementwise.h"
+#include "nodes.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/pow.h>
@@ -12,17 +12,17 @@
 #include <tuple>
 #include <utility>
 
-#include "../devices.h"
-#include "../dtypes.h"
-#include "../strides.h"
+#include "../../devices.h"
+#include "../../dtypes.h"
+#include "../../strides.h"
+#include "../formulas.h"
+#include "../fusion.h"
+#include "../leaves.h"
+#include "../python.h"
+#include "../verification.h"
 #include "answers.h"
 #include "casts.h"
-#include "formulas.h"
-#include "fusion.h"
-#include "leaves.h"
 #include "norms.h"
-#include "python.h"
-#include "verification.h"
 
 namespace fastact::recipes {
 namespace {
@@ -62,7 +62,7 @@ struct Derivatives {
 Derivatives derivatives_of(Node& node) {
   const at::ScalarType dtype = dtype_of_output(node);
   const at::Device device = node.input_metadata(0).device();
-  const bool is_on_gpu = kHasCuda && device.is_cuda(), is_float = dtype == at::kFloat;
+  const bool is_on_gpu = has_output_on_gpu(node), is_float = dtype == at::kFloat;
   if (!(is_on_gpu && is_float_or_half(dtype)) && !(device.is_cpu() && is_float)) {
     return {};
   }
@@ -232,7 +232,7 @@ class ElementwisePreHook : public PreHook {
 
 }  // namespace
 
-void speed_up_elementwise(Node& node) {
+void add_elementwise_hooks(Node& node) {
   const auto is_recipe = [](const SavedVariable* saved) {
     const py::object value = value_behind(*saved);
     return value && value_of(value).is_recipe();
@@ -244,7 +244,7 @@ void speed_up_elementwise(Node& node) {
   }
 }
 
-void speed_up_square_before(Node& rsqrt) {
+void add_square_hooks(Node& rsqrt) {
   if (!as<RsqrtBackward0>(&rsqrt)) {
     return;
   }
@@ -253,7 +253,7 @@ void speed_up_square_before(Node& rsqrt) {
     node = node->next_edge(0).function.get();
   }
   if (node) {
-    speed_up_elementwise(*node);
+    add_elementwise_hooks(*node);
   }
 }
 

@@ -12,8 +12,7 @@ at::ScalarType half_of_cast_before(torch::autograd::Node& node);
 // What the node has saved, in the half type if all of it came from there; or undefined.
 at::Tensor saved_in_half(torch::autograd::Node& node, const torch::autograd::SavedVariable& saved, at::ScalarType half);
 
-// Adds the hooks of a cast behind a node that takes half types, and of a clone between a norm and a cast before it.
-void speed_up_cast(torch::autograd::Node& node);
-void speed_up_clone_before(torch::autograd::Node& norm);
+// Adds hooks to a clone between a norm and a cast before it.
+void add_clone_hooks(torch::autograd::Node& norm);
 
 }  // namespace fastact::recipes

@@ -1,4 +1,4 @@
-#include "group_norm.h"
+#include "nodes.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -11,17 +11,17 @@
 #include <tuple>
 #include <utility>
 
-#include "../../recipes/group_norm.h"
-#include "../../torch_version.h"
-#include "../devices.h"
-#include "../dispatch.h"
-#include "../dtypes.h"
-#include "../node.h"
+#include "../../../recipes/group_norm.h"
+#include "../../../torch_version.h"
+#include "../../devices.h"
+#include "../../dispatch.h"
+#include "../../dtypes.h"
+#include "../../node.h"
+#include "../fusion.h"
+#include "../verification.h"
 #include "answers.h"
 #include "casts.h"
-#include "fusion.h"
 #include "norms.h"
-#include "verification.h"
 
 namespace fastact::recipes {
 namespace {
@@ -84,12 +84,7 @@ variable_list by_ops(const at::Tensor& grad, const GroupNormSaved& saved, Needed
   return {of_input.to(input.scalar_type()), of_weight, of_bias};
 }
 
-// Whether the kernel gives the ops' bits. Waits for the device.
-bool repeats_ops(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
-  return are_identical(by_kernel(grad, saved, needed), by_ops(grad, saved, needed));
-}
-
-// The same for other numbers: a model's first gradients don't tell, since they are often zero.
+// Whether the kernel gives the ops' bits for other numbers: a model's first gradients don't tell, since they are often zero.
 bool passes_trial(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed, int64_t samples, int64_t plane) {
   GroupNormSaved numbers = saved;
   numbers.samples = samples;
@@ -123,17 +118,14 @@ class GroupNormPreHook : public NormPreHook {
   explicit GroupNormPreHook(NativeGroupNormBackward0& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
-    const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
+    const Needed needed = needed_of(node_);
     const bool has_others = grads[1].defined() || grads[2].defined();  // of the statistics
-    if (!may_answer(node_, grads[0]) || has_others || !is_needed(0) || !is_read_in_order(grads[0])) {
+    if (!may_answer(node_, grads[0]) || has_others || !needed[0] || !is_read_in_order(grads[0])) {
       return decline(node_, grads);
     }
     const at::Tensor grad = grads[0].contiguous();  // as the op does
     const GroupNormSaved saved = saved_by(half_of_cast_before(node_));
-    const Needed needed = {true, is_needed(1), is_needed(2)};
-    variable_list results =
-        is_served(grad, saved) && fits(grad, saved, needed) ? by_kernel(grad, saved, needed) : by_ops(grad, saved, needed);
-    return answer(std::move(results), grads.size(), /*is_for_next=*/saved.input.scalar_type() != saved.dtype);
+    return answer_with(grad, saved, needed, grads.size());
   }
 
  private:
@@ -170,11 +162,11 @@ class GroupNormPreHook : public NormPreHook {
 
 }  // namespace
 
-void speed_up_group_norm(Node& node) {
+void add_group_norm_hooks(Node& node) {
   auto* const norm = as<NativeGroupNormBackward0>(&node);
-  if (norm && kHasCuda && node.input_metadata(0).device().is_cuda() && is_float_or_half(dtype_of_output(node))) {
+  if (norm && has_output_on_gpu(node) && is_float_or_half(dtype_of_output(node))) {
     add_hooks<GroupNormPreHook>(*norm);
-    speed_up_clone_before(node);
+    add_clone_hooks(node);
   }
 }
 

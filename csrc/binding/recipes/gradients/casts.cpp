@@ -3,10 +3,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
-#include "../dtypes.h"
-#include "computing.h"
-#include "leaves.h"
-#include "smooth.h"
+#include "../../dtypes.h"
+#include "../computing.h"
+#include "../leaves.h"
+#include "../smooth.h"
 
 namespace fastact::recipes {
 namespace {
@@ -100,7 +100,7 @@ at::Tensor saved_in_half(Node& node, const SavedVariable& saved, at::ScalarType 
   });
 }
 
-void speed_up_cast(Node& node) {
+void add_cast_hooks(Node& node) {
   auto* const cast = as<ToCopyBackward0>(&node);
   const Node* const before = cast ? node.next_edge(0).function.get() : nullptr;
   if (before && dtype_of_output(*before) == at::kFloat && takes_half_gradient(*before)) {
@@ -108,7 +108,7 @@ void speed_up_cast(Node& node) {
   }
 }
 
-void speed_up_clone_before(Node& norm) {
+void add_clone_hooks(Node& norm) {
   if (auto* const clone = as<CloneBackward0>(norm.next_edge(0).function.get())) {
     add_hooks<ClonePreHook>(*clone);
   }

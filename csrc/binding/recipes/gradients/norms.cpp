@@ -1,10 +1,14 @@
 #include "norms.h"
 
-#include "../dispatch.h"
-#include "../dtypes.h"
-#include "verification.h"
+#include "../../dispatch.h"
+#include "../../dtypes.h"
+#include "../verification.h"
 
 namespace fastact::recipes {
+
+Needed needed_of(const torch::autograd::Node& node) {
+  return {node.task_should_compute_output(0), node.task_should_compute_output(1), node.task_should_compute_output(2)};
+}
 
 bool may_be_in_any_layout(torch::autograd::Node& node, const at::Tensor& grad) {
   const auto* const norm = node.next_edge(0).function.get();

@@ -1,4 +1,4 @@
-#include "layer_norm.h"
+#include "nodes.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -11,16 +11,16 @@
 #include <tuple>
 #include <utility>
 
-#include "../../recipes/layer_norm.h"
-#include "../devices.h"
-#include "../dispatch.h"
-#include "../dtypes.h"
-#include "../node.h"
+#include "../../../recipes/layer_norm.h"
+#include "../../devices.h"
+#include "../../dispatch.h"
+#include "../../dtypes.h"
+#include "../../node.h"
+#include "../fusion.h"
+#include "../verification.h"
 #include "answers.h"
 #include "casts.h"
-#include "fusion.h"
 #include "norms.h"
-#include "verification.h"
 
 namespace fastact::recipes {
 namespace {
@@ -99,12 +99,7 @@ variable_list by_ops(const at::Tensor& grad, const LayerNormSaved& saved, Needed
   return {of_input.to(input.scalar_type()), of_weight, of_bias};
 }
 
-// Whether the kernel gives the ops' bits. Waits for the device.
-bool repeats_ops(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
-  return are_identical(by_kernel(grad, saved, needed), by_ops(grad, saved, needed));
-}
-
-// The same for other numbers: a model's first gradients don't tell, since they are often zero.
+// Whether the kernel gives the ops' bits for other numbers: a model's first gradients don't tell, since they are often zero.
 bool passes_trial(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed, int64_t rows, int64_t columns) {
   const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
   const LayerNormSaved numbers = {
@@ -142,16 +137,13 @@ class LayerNormPreHook : public NormPreHook {
   explicit LayerNormPreHook(NativeLayerNormBackward0& node) : node_(node) {}
 
   variable_list operator()(const variable_list& grads) override {
-    const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
-    if (!may_answer(node_, grads[0]) || !is_needed(0)) {
+    const Needed needed = needed_of(node_);
+    if (!may_answer(node_, grads[0]) || !needed[0]) {
       return decline(node_, grads);
     }
     const at::Tensor grad = grads[0].contiguous();  // and the input, as the op does
     const LayerNormSaved saved = saved_by(half_of_cast_before(node_));
-    const Needed needed = {true, is_needed(1), is_needed(2)};
-    variable_list results =
-        is_served(grad, saved) && fits(grad, saved, needed) ? by_kernel(grad, saved, needed) : by_ops(grad, saved, needed);
-    return answer(std::move(results), grads.size(), /*is_for_next=*/saved.input.scalar_type() != saved.dtype);
+    return answer_with(grad, saved, needed, grads.size());
   }
 
  private:
@@ -175,12 +167,9 @@ class LayerNormPreHook : public NormPreHook {
 
 }  // namespace
 
-void speed_up_layer_norm(Node& node) {
-  if (!kHasCuda || !node.input_metadata(0).device().is_cuda()) {
-    return;
-  }
+void add_layer_norm_hooks(Node& node) {
   auto* const norm = as<NativeLayerNormBackward0>(&node);
-  if (norm && (dtype_of_output(node) == at::kFloat || is_half(dtype_of_output(node)))) {
+  if (norm && has_output_on_gpu(node) && is_float_or_half(dtype_of_output(node))) {
     add_hooks<LayerNormPreHook>(*norm);
   }
 }

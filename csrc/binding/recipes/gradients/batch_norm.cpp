@@ -1,4 +1,4 @@
-#include "batch_norm.h"
+#include "nodes.h"
 
 #include <ATen/ops/batch_norm_elemt.h>
 #include <ATen/ops/empty.h>
@@ -15,21 +15,21 @@
 #include <utility>
 #include <vector>
 
-#include "../../mask.h"
-#include "../../recipes/batch_norm.h"
-#include "../bits/autograd.h"
-#include "../devices.h"
-#include "../dispatch.h"
-#include "../dtypes.h"
-#include "../node.h"
+#include "../../../mask.h"
+#include "../../../recipes/batch_norm.h"
+#include "../../bits/autograd.h"
+#include "../../devices.h"
+#include "../../dispatch.h"
+#include "../../dtypes.h"
+#include "../../node.h"
+#include "../formulas.h"
+#include "../fusion.h"
+#include "../leaves.h"
+#include "../masks.h"
+#include "../python.h"
+#include "../verification.h"
 #include "answers.h"
-#include "formulas.h"
-#include "fusion.h"
-#include "leaves.h"
-#include "masks.h"
 #include "norms.h"
-#include "python.h"
-#include "verification.h"
 
 namespace fastact::recipes {
 namespace {
@@ -127,12 +127,8 @@ variable_list by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed
   return {of_input, of_weight, of_bias};
 }
 
-// Whether the kernel gives the ops' bits. Waits for the device.
-bool repeats_ops(const at::Tensor& grad, const BatchNormSaved& saved) {
-  return are_identical(by_kernel(grad, saved), by_ops(grad, saved));
-}
-
-// The same for as many elements of other numbers: a model's first gradients don't tell, since they are often zero.
+// Whether the kernel gives the ops' bits for as many elements of other numbers: a model's first gradients don't tell, since
+// they are often zero.
 bool passes_trial(const BatchNormSaved& saved) {
   constexpr int64_t tile = 32, enough = 1 << 18;  // channels that both treat alike; numbers that tell
   const int64_t plane = plane_of(saved.input), of_channel = saved.samples() * plane;
@@ -213,12 +209,11 @@ class BatchNormPreHook : public PreHook {
     if (auto given = take(grad)) {
       return answer(*std::move(given), grads.size());
     }
-    const auto is_needed = [&](size_t i) { return node_.task_should_compute_output(i); };
-    if (!may_answer(node_, grad) || !may_be_served(grad) || !is_needed(0)) {
+    const Needed needed = needed_of(node_);
+    if (!may_answer(node_, grad) || !may_be_served(grad) || !needed[0]) {
       return grads;
     }
     const BatchNormSaved saved = saved_by(node_);
-    const Needed needed = {is_needed(0), is_needed(1), is_needed(2)};
     return answer(
         is_served(grad, saved) && fits(grad, saved) ? by_kernel(grad, saved) : by_ops(grad, saved, needed), grads.size());
   }
@@ -310,19 +305,19 @@ class ActivationPreHook : public PreHook {
 };
 
 bool has_half_output_on_gpu(const Node& node) {
-  return kHasCuda && node.input_metadata(0).device().is_cuda() && is_half(dtype_of_output(node));
+  return has_output_on_gpu(node) && is_half(dtype_of_output(node));
 }
 
 }  // namespace
 
-void speed_up_batch_norm(Node& node) {
+void add_batch_norm_hooks(Node& node) {
   auto* const norm = has_half_output_on_gpu(node) ? as<NativeBatchNormBackward0>(&node) : nullptr;
   if (norm && norm->training) {
     add_hooks<BatchNormPreHook>(*norm);
   }
 }
 
-void speed_up_activation(Node& node) {
+void add_activation_hooks(Node& node) {
   if (has_half_output_on_gpu(node) && (as<ReluBackward0>(&node) || typeid(node) == node_type()) && node.num_outputs() == 1 &&
       as<NativeBatchNormBackward0>(node.next_edge(0).function.get())) {
     add_hooks<ActivationPreHook>(node);
