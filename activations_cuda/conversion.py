@@ -27,7 +27,7 @@ from activations_cuda.replacements import (
     is_derived,
     is_property,
     original_of,
-    recomputes,
+    scope_options,
     set_class,
 )
 from activations_cuda.survey import Survey, can_convert, log, summary
@@ -160,7 +160,7 @@ def convert(
         check_initialized("convert", model)
     if options:
         _check_forward(unwrapped(model))
-    in_scope = bool(options or recomputes(unwrapped(model)))  # by an earlier call
+    in_scope = bool(options or scope_options(unwrapped(model)))  # by an earlier call
     if surveyed:
         args, kwargs = arguments_of("convert", model, inputs, keyword_inputs, example_inputs)
         considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
@@ -173,10 +173,10 @@ def convert(
     if named and not functions:
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
-    functions = {_originals.get(module, module): names for module, names in functions.items()}
+    functions = {_original_of_twin.get(module, module): names for module, names in functions.items()}
     scoped = {}
     if surveyed or options:
-        scoped = {module: each for module in nn.Module.modules(model) if (each := recomputes(module))}  # by an earlier call
+        scoped = {module: each for module in nn.Module.modules(model) if (each := scope_options(module))}  # by an earlier call
     if options and original_of(type(unwrapped(model))) not in OURS:
         scoped[unwrapped(model)] = options
     if scoped:
@@ -233,7 +233,7 @@ def _say(message, *arguments):
 FROZEN_AT_FIRST = gc.get_freeze_count()  # Python 3.12 starts with some
 
 # The activations that others stand for in a model's tree, since another model has the same ones.
-_originals: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+_original_of_twin: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
 def _replace(model, kinds):
@@ -243,7 +243,7 @@ def _replace(model, kinds):
     for module, kind in kinds.items():
         if module not in twins:
             set_class(module, kind)
-    _originals.update({twin: module for module, twin in twins.items()})
+    _original_of_twin.update({twin: module for module, twin in twins.items()})
     _exchange(model, twins)
 
 
@@ -264,7 +264,7 @@ def _children_elsewhere(model, modules):
     owners = gc.get_referrers(*others.values()) if others else []
     attributes = [vars(each) if isinstance(each, nn.Module) else each for each in owners]
     children = [each["_modules"] for each in attributes if type(each) is dict and id(each.get("_modules")) in others]
-    held = {id(value) for each in children for value in dict.values(each)} | set(map(id, _originals.values()))
+    held = {id(value) for each in children for value in dict.values(each)} | set(map(id, _original_of_twin.values()))
     return [module for module in modules if module is not model and id(module) in held]
 
 
@@ -284,7 +284,7 @@ def _exchange(model, twins):
 def revert_all(model: nn.Module) -> None:
     """Undo conversion, without a word."""
     found = list(filter(is_converted, nn.Module.modules(model)))
-    twins = {module: _originals[module] for module in found if module in _originals}
+    twins = {module: _original_of_twin[module] for module in found if module in _original_of_twin}
     for module in found:
         if module not in twins:
             set_class(module, original_of(type(module)))

@@ -118,7 +118,7 @@ class _ForwardMode(FunctionMode):
 
 def _repr(self):
     kind = self._fastact_class
-    names = [*sorted(kind._fastact_names), *(["recompute"] if kind._fastact_recomputes else [])]
+    names = [*sorted(kind._fastact_names), *(["recompute"] if kind._fastact_options else [])]
     # Of _get_name() alone, which stays the class's own: transformers' Trainer knows a language model by it.
     text, name = super(kind, self).__repr__(), self._get_name()
     return text.replace(name, f"{name}[{', '.join(f'activations_cuda.{each}' for each in names)}]", 1)
@@ -133,7 +133,7 @@ def _reduce_ex(self, protocol):
     make, arguments, *rest = reduced
     # Without the class itself, which no Python module holds.
     own = _with_original(kind, (make, *arguments))
-    return _made, (original_of(kind), (kind._fastact_names, kind._fastact_recomputes), *own), *rest
+    return _made, (original_of(kind), (kind._fastact_names, kind._fastact_options), *own), *rest
 
 
 def _with_original(kind, value):
@@ -183,10 +183,10 @@ def _signature(original):
     return found
 
 
-def _converted_class(original, names, recomputes):
+def _converted_class(original, names, options):
     """The subclass of `original` for these names. Only its instances hold it."""
     for kind in type.__subclasses__(original):
-        if (vars(kind).get("_fastact_names"), vars(kind).get("_fastact_recomputes")) == (names, recomputes):
+        if (vars(kind).get("_fastact_names"), vars(kind).get("_fastact_options")) == (names, options):
             return kind
     if hasattr(original, "_fastact_class"):
         raise TypeError(
@@ -201,9 +201,9 @@ def _converted_class(original, names, recomputes):
         {
             "_fastact_original": original,
             "_fastact_names": names,
-            "_fastact_recomputes": recomputes,
+            "_fastact_options": options,
             "_fastact_mode": _ForwardMode(names) if names else nullcontext(),
-            "_fastact_scope": recompute(**recomputes._asdict()) if recomputes else nullcontext(),
+            "_fastact_scope": recompute(**options._asdict()) if options else nullcontext(),
             "__prepare_scriptable__": modules.Activation.__prepare_scriptable__,
             "__reduce_ex__": _reduce_ex,
             "__repr__": _repr,
@@ -240,9 +240,9 @@ def is_converted(module: nn.Module) -> bool:
     return original_of(type(module)) is not type(module)
 
 
-def recomputes(module: nn.Module) -> Options | None:
+def scope_options(module: nn.Module) -> Options | None:
     """The options of the scope within which its forward runs, if it does."""
-    return vars(type(module)).get("_fastact_recomputes")
+    return vars(type(module)).get("_fastact_options")
 
 
 def is_derived(module: nn.Module) -> bool:
@@ -250,10 +250,10 @@ def is_derived(module: nn.Module) -> bool:
     return getattr(type(module), "_fastact_class", type(module)) is not type(module)
 
 
-def class_for(module: nn.Module, names: frozenset[str], recomputes: Options | None = None) -> type:
+def class_for(module: nn.Module, names: frozenset[str], options: Options | None = None) -> type:
     """The class whose forward calls this package's functions of these names, and saves recipes."""
     original = original_of(type(module))
-    return OURS.get(original) or _converted_class(original, names, recomputes)
+    return OURS.get(original) or _converted_class(original, names, options)
 
 
 def _bound_forwards(module):

@@ -54,7 +54,7 @@ class Decision:
         module: the module's name in the model.
         kind: the name of its class.
         function: the function that it calls, by the name it has in this package.
-        converted: whether its calls save bits.
+        converted: whether its calls are this package's.
         reason: why, in words.
     """
 
@@ -71,12 +71,12 @@ class _Call:
 
     module: nn.Module
     function: str
-    bits: int | None  # how many bytes of bits it would save if converted; None if the kernels don't take its arguments
+    packed: int | None  # the bytes of its bits or code if converted; None if the kernels don't take its arguments
     dtype: torch.dtype  # of its input
     convertible: bool  # where conversion reaches it
     is_ours: bool  # the model's own code calls this package's function
     saves: bool = False
-    saves_output: bool = False  # beside the bits, if converted
+    saves_output: bool = False  # beside the code, if converted
     is_overwritten: bool = False  # its output, by somebody else later
 
 
@@ -121,12 +121,12 @@ class _Watch(TorchFunctionMode):
                 output = func(*args, **kwargs)
         finally:
             self.call = None
-        if call.bits is not None and _C.family[call.function].saves_output:
+        if call.packed is not None and _C.family[call.function].saves_output:
             self.outputs.append((call, output.detach(), _version(output)))  # whose graph may be freed
         return output
 
     def _new_call(self, function, args, kwargs, is_ours):
-        bits = _bits(function, args, kwargs)
+        packed = _packed_bytes(function, args, kwargs)
         module = self.running()
         if not is_ours:
             function = FUNCTIONS.get(original_of(type(module)), function)  # ReLU6 calls hardtanh
@@ -134,7 +134,7 @@ class _Watch(TorchFunctionMode):
             self.can_convert[id(module)] = can_convert(module)
         convertible = is_ours or (self.can_convert[id(module)] and self.calls_from_forward(module))
         input = args[0] if args else kwargs["input"]
-        return _Call(module, function, bits, input.dtype, convertible, is_ours)
+        return _Call(module, function, packed, input.dtype, convertible, is_ours)
 
     def _note_overwritten(self, input):
         storages = set(map(StorageWeakRef, storages_of(input)))
@@ -176,8 +176,10 @@ def can_convert(module: nn.Module) -> bool:
     return calls_its_class(module) and not isinstance(module, torch.fx.GraphModule)  # whose class is made from its graph
 
 
-def _bits(name, args, kwargs):
-    """How many bytes of bits this package's function saves for such arguments, or None if it leaves them to PyTorch's op."""
+def _packed_bytes(name, args, kwargs):
+    """The bytes of the bits or code that this package's function saves for such arguments, or None where it falls back to
+    PyTorch's op.
+    """
     arguments = signature(getattr(functional, name)).bind(*args, **kwargs)
     arguments.apply_defaults()
     input, *parameters = (value for key, value in arguments.arguments.items() if key != "inplace" and value is not None)
@@ -187,10 +189,10 @@ def _bits(name, args, kwargs):
         return None
     op = getattr(torch.ops.fastact, _C.family[name].packed_op)
     try:
-        _, bits = op(torch.empty_like(input, device="meta"), *parameters)
+        _, packed = op(torch.empty_like(input, device="meta"), *parameters)
     except (NotImplementedError, ValueError):
         return None
-    return bits.numel()
+    return packed.numel()
 
 
 class Survey:
@@ -259,7 +261,7 @@ class Survey:
         is_meant = call.is_ours or (call.convertible and call.function in self.considered)
         # In a scope a smooth activation needs no code, and so no half type.
         is_recorded = self.recomputes and call.dtype is torch.float32 and _C.family[call.function].saves_output
-        return (call.module, call.function) if is_meant and (is_recorded or call.bits is not None) else None
+        return (call.module, call.function) if is_meant and (is_recorded or call.packed is not None) else None
 
     def _choose(self, chosen):
         """The units whose conversion lowers what is saved: all, less those that gain nothing, until every one gains."""
@@ -282,7 +284,7 @@ class Survey:
         gains = dict.fromkeys(chosen, 0)
         for call in self.calls:
             if call.saves and self._unit(call) in chosen:
-                gains[self._unit(call)] -= call.bits
+                gains[self._unit(call)] -= call.packed
         for storage in self.storages:
             is_saved = bool(self._savers(storage, chosen))
             calls = [*(call for _, call in storage.savers if call), *storage.outputs_of]
@@ -303,7 +305,7 @@ class Survey:
                 saved[savers[0]] += storage.size
         for call in self.calls:
             if call.saves and self._unit(call) in chosen:
-                saved[call.module] += call.bits
+                saved[call.module] += call.packed
         return saved
 
     def decisions(self) -> tuple[Decision, ...]:

@@ -112,7 +112,6 @@ CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
 HOOK = "csrc/binding/recipes/hook.cpp"
 DERIVATION = "csrc/binding/recipes/derivation.cpp"
 OPERANDS = "csrc/binding/recipes/operands.cpp"
-JOINED = "csrc/binding/recipes/joined.cpp"
 CALLS = "csrc/binding/recipes/calls.cpp"
 LEAVES = "csrc/binding/recipes/leaves.cpp"
 PACKED_MASKS = "csrc/binding/recipes/masks.cpp"
@@ -419,7 +418,7 @@ RECOMPUTE = [
     Mutant("a product of other dtypes", ELEMENTWISE, "(device.is_cpu() && is_float)", "device.is_cpu()"),
     Mutant("a cast that others have", CASTS, "passes_unnoticed(node, /*has_saved=*/true) && (!clone", "(!clone"),
     Mutant("what is overwritten is kept", HOOK, "keep(clone, value_of(value).source, outer);", "value;"),
-    Mutant("a part says how it was laid out", JOINED, "value_of(value).is_rearranged = true;", ""),
+    Mutant("a part says how it was laid out", JOIN, "value_of(value).is_rearranged = true;", ""),
     Mutant("a half says how it was laid out", DERIVATION, "value_of(recipe.operands[0]).is_rearranged = true;", ""),
     Mutant("what hooks around have is current", VALUE, "int64_t{version_outside.current_version()}", "version"),
     Mutant(
@@ -504,7 +503,7 @@ RECOMPUTE = [
         "dims[leaf.order[dim]] = static_cast<int64_t>(dim)",
         "dims[dim] = leaf.order[dim]",
     ),
-    Mutant("parts that nobody has kept", JOINED, "!can_be_kept(unknown", "true || !can_be_kept(unknown"),
+    Mutant("parts that nobody has kept", JOIN, "!can_be_kept(unknown", "true || !can_be_kept(unknown"),
     Mutant("what is computed in inference mode", HOOK, "no_inference.emplace(false)", "no_inference.emplace(true)"),
     Mutant("what a handler raises is lost", HOOK, "|| is_to_raise(error.value())", "|| (is_to_raise(error.value()), false)"),
     Mutant("an error that can't be logged", HOOK, "// of who logs it, or for want of stack", "throw;"),
@@ -537,7 +536,7 @@ RECOMPUTE = [
     Mutant("what was freed is none", OPERANDS, "data.is_none() && was_freed(step, name)", "false"),
     Mutant("what isn't saved is none", OPERANDS, "edge.function && value && value.is_none()", "false"),
     Mutant(
-        "a part that is widened", JOINED, "value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype())", "true"
+        "a part that is widened", JOIN, "value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype())", "true"
     ),
     Mutant("an int by way of a double", FUSION, "PyLong_AsLongLongAndOverflow(given, &overflow)", "PyFloat_AsDouble(given)"),
     Mutant("indices that somebody has", DERIVATION, "value.held.storage().use_count() > 1", "false"),

@@ -18,7 +18,7 @@ from activations_cuda import memory
 from activations_cuda.__main__ import main
 from activations_cuda.memory import LayerMemory, memory_report, saved_bytes
 from activations_cuda.recipes.verification import forget_choices
-from activations_cuda.replacements import original_of, recomputes, set_class
+from activations_cuda.replacements import original_of, scope_options, set_class
 from nets import NETS, images
 from recomputing import Plain, Scope, bytes_of
 
@@ -317,7 +317,7 @@ def test_a_scope_with_options():
     after, found = saved()
     assert before - after == within - with_convolutions == 4 * 16 * 28 * 28 * 4 and all(map(torch.equal, found, expected))
     made = pickle.loads(pickle.dumps(net))
-    assert type(made) is type(net) and recomputes(made) == options.options
+    assert type(made) is type(net) and scope_options(made) == options.options
 
 
 def requested_bytes():

@@ -135,7 +135,7 @@ class recompute:
 
 
 def options_of(function: str, given: bool | recompute) -> Options | None:
-    """Those of a scope, which ``True`` stands for one without any of; None for no scope."""
+    """The options of a scope; of ``True`` the default ones, of ``False`` None."""
     if isinstance(given, recompute):
         return given.options
     if not isinstance(given, bool):

@@ -70,8 +70,8 @@ class Numbers {
 struct CodeBits {
   int fewer, more;
 };
-constexpr CodeBits code_bits(bool is_half) {
-  return is_half ? CodeBits{8, 10} : CodeBits{5, 8};
+constexpr CodeBits code_bits(bool is_float16) {
+  return is_float16 ? CodeBits{8, 10} : CodeBits{5, 8};
 }
 
 // Calls function(std::integral_constant) with the number of bits as a template argument.

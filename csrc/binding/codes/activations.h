@@ -54,7 +54,7 @@ struct Smooth {
     // From how many elements on a table is faster than PyTorch's formula, forward without a gradient, on an H200. Of a smaller
     // tensor the entries that are met aren't in a cache yet; in float16 they are eight times as many.
     int64_t tabulates_from;
-  } bfloat16, half;
+  } bfloat16, float16;
 
   // The instruction that is its gradient in float32 on a GPU, if there is one.
   std::optional<Opcode> gradient_opcode = std::nullopt;
@@ -62,7 +62,7 @@ struct Smooth {
   static constexpr int kDevices = 1 + 128;  // the CPU, and the GPUs
   mutable std::array<TablesSlot, 2 * kDevices> slots = {};
 
-  const OfDtype& of(at::ScalarType dtype) const { return dtype == at::kHalf ? half : bfloat16; }
+  const OfDtype& of(at::ScalarType dtype) const { return dtype == at::kHalf ? float16 : bfloat16; }
 
   TablesSlot& slot(at::ScalarType dtype, at::Device device) const {
     return slots[(dtype == at::kHalf ? kDevices : 0) + (device.is_cpu() ? 0 : 1 + device.index())];

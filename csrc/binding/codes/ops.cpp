@@ -1,5 +1,5 @@
 // The ops of the smooth activations in the namespace `fastact`: schemas, and which kernel serves which dispatch key.
-// Anything but a plain tensor of a 16-bit dtype goes to PyTorch's own op, but for the record of a float32 tensor in a scope.
+// They serve plain tensors of 16-bit dtypes and, within a scope, of float32; all others go to PyTorch's own op.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>

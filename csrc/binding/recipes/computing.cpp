@@ -12,6 +12,8 @@
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "../devices.h"
 #include "../dtypes.h"

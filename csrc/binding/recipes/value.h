@@ -33,10 +33,12 @@ using Objects = c10::SmallVector<py::object, 1>;
 // An output of a node.
 using Output = std::pair<torch::autograd::Node*, uint32_t>;
 
-// All that formulas depend on but elements. The first number is that of a node's name, or says what else it is of.
+// Everything that a formula's bits depend on except the elements. The first number is that of a node's name or, if negative, a
+// ConfigurationOf.
 using Configuration = c10::SmallVector<int64_t, 32>;
 
 enum class ConfigurationOf : int64_t { kept_tensor = -7, positions, narrowed, written_to, mask, view, equal };
+static_assert(static_cast<int64_t>(ConfigurationOf::equal) == -1);
 
 struct NormCall;
 struct Pass;

@@ -31,8 +31,7 @@ __device__ void read_as_float(const void* data, int first, float (&to)[n]) {
   }
 }
 
-// What is behind the norm makes of the gradient of its output that of the norm's. A vector's elements belong to kChannels
-// channels: one each, or all to one. It is nothing,
+// What is behind the norm makes of the gradient of its own output that of the norm's. Nothing leaves it as it is.
 struct Nothing {
   struct Bits {};
 
@@ -43,7 +42,8 @@ struct Nothing {
   __device__ void apply(Bits, const float (&)[n], float (&)[n]) const {}
 };
 
-// a ReLU, from the norm's output, which is computed again,
+// A ReLU, from the norm's output, which is computed again. A vector's elements belong to kChannels channels: one each, or all
+// to one.
 template <class T, int kChannels>
 class Relu : public Nothing {
  public:
@@ -70,7 +70,7 @@ class Relu : public Nothing {
   float mean_[kChannels], invstd_[kChannels], weight_[kChannels], bias_[kChannels];
 };
 
-// or whatever has a mask.
+// Any activation that has a mask of where it passes the gradient.
 struct Masked : Nothing {
   using Bits = unsigned int;
 
