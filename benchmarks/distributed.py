@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -26,7 +25,19 @@ from tqdm import tqdm
 import activations_cuda
 from activations_cuda._load import has_gpu
 from benchmarks import record
-from benchmarks.models import IMAGE, STEPS, chosen_models, compare, deterministic, from_torchvision, is_short, mlp, same, table
+from benchmarks.models import (
+    IMAGE,
+    STEPS,
+    Training,
+    chosen_models,
+    compare,
+    deterministic,
+    from_torchvision,
+    is_short,
+    mlp,
+    same,
+    table,
+)
 from benchmarks.recompute import llama
 from benchmarks.timing import StepClock, alternate
 
@@ -44,10 +55,10 @@ class Case:
     recompute: bool = False
     vocabulary: int | None = None
 
-    def batch(self, device):
+    def batch(self):
         if self.vocabulary:
-            return torch.randint(1, self.vocabulary, self.shape, device=device)
-        batch = torch.randn(self.shape, device=device)
+            return torch.randint(1, self.vocabulary, self.shape, device="cuda")
+        batch = torch.randn(self.shape, device="cuda")
         return batch.to(memory_format=torch.channels_last) if self.autocast else batch.bfloat16()
 
 
@@ -91,37 +102,20 @@ CASES = [
 NAMES = [*dict.fromkeys(case.model for case in CASES)]
 
 
-class Training:
-    """A parallel model, its optimizer and a batch. Calling it takes a step and notes the loss."""
+class Parallel(Training):
+    """A parallel model's, of which each rank holds a part."""
 
     def __init__(self, case, model, batch):
-        self.losses = []
         before = torch.cuda.memory_allocated()
-        device = batch.device.type
-        self.model = case.parallelize(model.to(device).train())
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
-        self.batch = batch
-        self.autocast = torch.autocast(device, dtype=torch.bfloat16, enabled=case.autocast)
+        parallel = case.parallelize(model.cuda().train())
+        super().__init__(parallel, batch, torch.bfloat16 if case.autocast else torch.float32)
         with deterministic():
             for _ in range(STEPS):
                 self()
-        self.held = torch.cuda.memory_allocated() - before  # between steps
+        self.between_steps = torch.cuda.memory_allocated() - before
 
-    def __call__(self):
-        torch.manual_seed(len(self.losses))  # dropout is the same in either training
-        with self.autocast:
-            outputs = self.model(self.batch)
-            loss = F.cross_entropy(outputs, torch.zeros(len(outputs), dtype=torch.long, device=outputs.device))
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.detach())
-
-    def peak(self, other):
-        """The most memory that a step needs, without what the other training holds."""
-        torch.cuda.reset_peak_memory_stats()
-        self()
-        return torch.cuda.max_memory_allocated() - other.held
+    def held(self):
+        return self.between_steps
 
 
 def on_all_ranks(condition):
@@ -130,15 +124,15 @@ def on_all_ranks(condition):
     return all(conditions)
 
 
-def measure(case, device, clock):
+def measure(case):
     torch.manual_seed(0)  # on every rank alike
     model = case.create()
-    batch = case.batch(device)
+    batch = case.batch()
     converted = activations_cuda.convert(copy.deepcopy(model), recompute=case.recompute)
-    before, after = trainings = [Training(case, m, batch) for m in (model, converted)]
+    before, after = trainings = [Parallel(case, m, batch) for m in (model, converted)]
     equal = same(trainings)
-    times = alternate(clock, *trainings)
-    peaks = before.peak(after), after.peak(before)
+    times = alternate(StepClock(), *trainings)
+    peaks = before.peak([after]), after.peak([before])
     return {
         "model": case.model,
         "dtype": "bfloat16",
@@ -155,7 +149,7 @@ def work(rank, rendezvous, path, chosen):
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=RANKS, device_id=torch.device("cuda", rank))
     origin, rows = record.origin(), record.other_rows(path, NAMES, chosen)
     for case in tqdm([case for case in CASES if case.model in chosen], unit=" runs", disable=rank != 0):
-        rows.append({"commit": origin["commit"], **measure(case, "cuda", StepClock())})
+        rows.append({"commit": origin["commit"], **measure(case)})
         torch.cuda.empty_cache()
         if rank == 0:
             rows.sort(key=lambda row: NAMES.index(row["model"]))

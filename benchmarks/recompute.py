@@ -127,6 +127,7 @@ def language(name, config, **options):
     return partial(Language, name, config, **options)
 
 
+GPT2_BY_TANH = language("GPT2ForSequenceClassification", "GPT2Config", activation_function="gelu_pytorch_tanh")
 BERT = language("BertForSequenceClassification", "BertConfig", hidden_act="gelu")
 
 CASES = {
@@ -143,6 +144,7 @@ CASES = {
     "diffusion blocks": Case(diffusion_blocks, (64, 3, 64, 64), 0.45, 1.04),
     "U-Net": Case(UNet, (32, 3, 256, 256), 0.75, 1.04),
     "GPT-2": Case(language("GPT2ForSequenceClassification", "GPT2Config"), (16, 1024), 0.70, 1.04, vocabulary=50257),
+    "GPT-2, PyTorch's GELU": Case(GPT2_BY_TANH, (16, 1024), 0.70, 1.04, vocabulary=50257),
     "BERT-base": Case(BERT, (32, 512), 0.67, 1.04, vocabulary=30522),
     "Llama": Case(llama, (4, 2048), 0.58, 1.03, dtype=None, vocabulary=32000),
     # With the logits of every token, and the loss that is made of them.
