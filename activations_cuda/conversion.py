@@ -187,19 +187,7 @@ def convert(
     is_in_vain = are_candidates and not functions and not in_scope
     if is_in_vain:  # before anything changes: it may be an error
         warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
-    before = [(module, type(module), [*module._modules.items()]) for module in nn.Module.modules(model)]
-    try:
-        if surveyed or options:
-            revert_all(model)
-        _replace(model, kinds)
-    except BaseException:  # of a class whose instances can have no other, or an interrupt
-        for module, kind, children in before:
-            for name, child in children:
-                if module._modules[name] is not child:
-                    module._modules[name] = child
-            if type(module) is not kind:
-                set_class(module, kind)
-        raise
+    _apply(model, kinds, anew=bool(surveyed or options))
     if not is_in_vain:
         _say("convert: %s", "; ".join(lines))
     return model
@@ -236,8 +224,24 @@ FROZEN_AT_FIRST = gc.get_freeze_count()  # Python 3.12 starts with some
 _original_of_twin: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
 
 
+def _apply(model, kinds, anew):
+    """Give each module its new class, after undoing earlier conversions or on top of them; or leave all as it was."""
+    before = [(module, type(module), [*module._modules.items()]) for module in nn.Module.modules(model)]
+    try:
+        if anew:
+            revert_all(model)
+        _replace(model, kinds)
+    except BaseException:  # of a class whose instances can have no other, or an interrupt
+        for module, kind, children in before:
+            for name, child in children:
+                if module._modules[name] is not child:
+                    module._modules[name] = child
+            if type(module) is not kind:
+                set_class(module, kind)
+        raise
+
+
 def _replace(model, kinds):
-    """Give each module its new class."""
     activations = [module for module in kinds if type(module) in OURS and "forward" not in vars(module)]
     twins = {module: _twin(module, OURS[type(module)]) for module in _held_elsewhere(model, activations)}
     for module, kind in kinds.items():

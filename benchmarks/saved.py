@@ -9,7 +9,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from activations_cuda import memory_report
-from activations_cuda.memory import Recomputed
+from activations_cuda.scope_survey import ScopeSurvey
 from benchmarks import record
 from benchmarks.models import GIB, autocast
 from benchmarks.recompute import CASES
@@ -21,7 +21,7 @@ def measure(name, case):
     batch = case.batch("meta")
     with autocast(case.dtype or torch.float32):
         report = memory_report(model, batch, recompute=True)
-        alone = Recomputed(model, (batch,), {}, names={}, convolutions=False).kept.total()
+        alone = ScopeSurvey(model, (batch,), {}, names={}, convolutions=False).kept.total()
     ways = {"converted": report.after, "recipes": alone, "both": report.recompute}
     return {
         "model": name,

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 
 import activations_cuda
 from activations_cuda import __main__ as command
-from activations_cuda import memory
+from activations_cuda import scope_survey
 from activations_cuda.__main__ import main
 from activations_cuda.memory import LayerMemory, memory_report, saved_bytes
 from activations_cuda.recipes.verification import forget_choices
@@ -383,7 +383,7 @@ def test_report_of_what_has_no_rule(kind):
 def test_nothing_is_real_in_a_report(monkeypatch):
     """Neither masks nor what is read of them."""
     held = []
-    monkeypatch.setattr(memory, "_kept_storages", lambda value: held.extend(root.held for root in value.roots) or [])
+    monkeypatch.setattr(scope_survey, "_kept_storages", lambda value: held.extend(root.held for root in value.roots) or [])
 
     class Net(nn.Module):
         def __init__(self):
