@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Torc
 
 ELSEWHERE = """
 import sys
+from contextlib import nullcontext
 
 sys.modules["activations_cuda"] = None  # importing it raises ImportError
 
@@ -112,3 +114,17 @@ def test_scripting_says_what_to_do(module):
         torch.jit.script(model)
     assert "\n" not in str(raised.value)
     torch.jit.script(activations_cuda.revert(copy.deepcopy(model)))
+
+
+@pytest.mark.parametrize("where", ["around", "in its forward"])
+def test_a_trace_within_recompute(where):
+    """The same graph as without: the tracer would record what is recomputed and compared."""
+    layers = nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU6(), nn.MaxPool2d(2), nn.GELU(), nn.Conv2d(16, 16, 3)
+    net, x = nn.Sequential(*layers), torch.randn(16, 16, 32, 32, requires_grad=True)
+    expected = torch.jit.trace(net, x, check_trace=False)
+    if where == "in its forward":
+        net.forward = activations_cuda.recompute()(net.forward)
+    with activations_cuda.recompute() if where == "around" else nullcontext():
+        traced = torch.jit.trace(net, x, check_trace=False)
+    kinds = [[node.kind() for node in each.inlined_graph.nodes()] for each in (traced, expected)]
+    assert kinds[0] == kinds[1]

@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
 #include <memory>
@@ -96,7 +97,7 @@ bool is_ordinary(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   if (std::none_of(types.begin(), types.end(), [&](py::handle each) { return each.ptr() == type; })) {
     return is_dry_run(hook) && tensor.layout() == at::kStrided;
   }
-  if (c10::impl::dispatch_mode_enabled()) {
+  if (c10::impl::dispatch_mode_enabled() || torch::jit::tracer::isTracing()) {  // which would record what the hook does
     return false;
   }
   c10::DispatchKeySet& plain = keys[static_cast<int>(tensor.device().type())];
