@@ -207,6 +207,8 @@ def _chosen_by_class(model, named, in_scope):
     if not activations:
         return functions, ["no activation module to convert: pass example inputs to reach functions"]
     reason = "" if in_scope or named is not None else ": pass example inputs to find out whether converting them saves memory"
+    if named is not None and any(original_of(type(module)) in named for module in activations):
+        reason = ": what they call isn't PyTorch's own"
     return functions, [f"{_counted(map(type, activations))} left alone{reason}"]
 
 

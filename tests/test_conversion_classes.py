@@ -124,6 +124,8 @@ def test_a_function_that_is_patched_stays_patched(is_converted_before, monkeypat
             converted = activations_cuda.convert(copy.deepcopy(model), example_inputs=inputs)
             assert type(converted[-1]) is nn.Hardtanh
             assert_same_step(converted, model, x)
+        with pytest.raises(ValueError, match="1 Hardtanh left alone: what they call isn't PyTorch's own"):
+            activations_cuda.convert(model, classes=nn.Hardtanh)
     assert type(activations_cuda.convert(model, x)[-1]) is activations_cuda.Hardtanh
 
 
