@@ -1,5 +1,10 @@
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
+from filelock import FileLock
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from activations_cuda import _C
@@ -62,3 +67,11 @@ def deterministic():
     with sdpa_kernel(SDPBackend.MATH):
         yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def most_memory():
+    """One of the tests that run at the same time has most of the GPU's memory."""
+    with FileLock(Path(tempfile.gettempdir(), f"activations_cuda-{os.getuid()}.lock")):
+        yield
+        torch.cuda.empty_cache()

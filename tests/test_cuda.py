@@ -1,15 +1,11 @@
 """What only a GPU can show: streams, devices and sizes past 32-bit indices."""
 
-import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 
 from family import A_FEW, assert_same_values, sample
 
@@ -125,14 +121,6 @@ def test_the_first_call_of_a_process(where):
 def test_mask_on_another_device():
     with pytest.raises(RuntimeError, match="masked_scale: expected the mask on grad's device, cuda:0, got cpu"):
         ops.masked_scale(torch.randn(9, device="cuda"), torch.zeros(2, dtype=torch.uint8), 1.0, 0.0)
-
-
-@pytest.fixture
-def most_memory():
-    """Of tests that run at the same time one has most of the GPU's memory."""
-    with FileLock(Path(tempfile.gettempdir(), f"activations_cuda-{os.getuid()}.lock")):
-        yield
-        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("row", A_FEW, ids=str)

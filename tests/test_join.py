@@ -89,6 +89,7 @@ def test_in_the_scope(device, monkeypatch):
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("most_memory")
 def test_beyond_32_bits():
     first, second = (torch.arange(n, dtype=torch.int32, device="cuda").view(torch.bfloat16) for n in (3 << 29, 1 << 29))
     rows = 1 << 20

@@ -795,6 +795,7 @@ def test_the_next_cast_in_another_stream(kind):
         assert all(map(is_identical, torch.autograd.grad(loss, norm.leaves()), expected))
 
 
+@pytest.mark.usefixtures("most_memory")
 def test_beyond_32_bits():
-    """Of addresses in bytes. The elements are fewer than 2^31, as for the op's own kernels."""
+    """Addresses in bytes. The elements are fewer than 2^31, as for the op's own kernels."""
     check(LayerNorm((1 << 20, 1536)))

@@ -457,8 +457,9 @@ def test_anomalies_are_found_where_they_are(behind):
     ],
     ids=["channels", "planes", "mask"],
 )
+@pytest.mark.usefixtures("most_memory")
 def test_beyond_32_bits(layout, width, behind):
-    """Of addresses in bytes. The elements are fewer than 2^31, as for the op's own kernels."""
+    """Addresses in bytes. The elements are fewer than 2^31, as for the op's own kernels."""
     check(Norm((8, 64, 1459, width), behind=behind, layout=layout))
 
 

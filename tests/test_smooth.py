@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import activations_cuda
 from activations_cuda.memory import saved_bytes
 from family import HALF_TYPES, SMOOTH, assert_same, assert_same_values, every_pattern
-from test_cuda import most_memory  # noqa: F401 - a fixture
 from test_dispatch import Log
 from test_strides import DISJOINT, LAYOUTS, assert_same_gradients, cases, gradient
 from test_subclasses import Subclass, Wrapper
