@@ -21,7 +21,7 @@ FASTACT_WEAK const char* describe(Error error);
 
 FASTACT_WEAK Error is_capturing(Stream stream, bool* result);
 
-// Of the current device.
+// That of the current device.
 FASTACT_WEAK Error compute_capability(int* major, int* minor);
 
 #pragma GCC visibility pop

@@ -27,7 +27,7 @@ class Keep(torch.autograd.Function):
 
 
 def bytes_of(tensors):
-    """Of their memory, which several may share."""
+    """The bytes of their memory, which several may share."""
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

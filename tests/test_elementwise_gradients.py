@@ -288,7 +288,7 @@ def test_layouts(op, layout, which, device):
 
 
 class Unscaled(Net):
-    """Of which the gradient of the output is expanded."""
+    """The gradient of its output is expanded."""
 
     def forward(self):
         output = self.op(*map(self.operand, (self.x, self.y)))

@@ -35,7 +35,7 @@ def step(function, *inputs):
 
 
 def assert_close(actual, expected):
-    """Of matrix products, which may sum in another order."""
+    """For matrix products, which may sum in another order."""
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 

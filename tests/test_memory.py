@@ -141,7 +141,7 @@ def test_autocast_reaches_a_model_on_the_meta_device(device):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind, device):
-    """Of whose weights cuDNN makes one tensor."""
+    """cuDNN makes one tensor of their weights."""
 
     class Tagger(nn.Module):
         def __init__(self):
@@ -321,7 +321,7 @@ def test_a_scope_with_options():
 
 
 def requested_bytes():
-    """Of the allocator, whose blocks may be larger."""
+    """As the allocator counts, whose blocks may be larger."""
     torch.cuda.synchronize()
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 

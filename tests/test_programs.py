@@ -216,7 +216,7 @@ class Residual(nn.Module):
 
 
 class Branch(nn.Module):
-    """Of a YOLO."""
+    """As in a YOLO."""
 
     def __init__(self, activation):
         super().__init__()

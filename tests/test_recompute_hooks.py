@@ -265,7 +265,7 @@ def test_outer_hooks_that_give_nothing_back_before_backward():
 
 
 def test_outer_hooks_need_no_parameters():
-    """Of a linear layer whose weight is saved as a view."""
+    """A linear layer saves its weight as a view."""
     given, layer = [], nn.Linear(64, 64)
     x = torch.randn(2, 64, requires_grad=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: given.append(tensor.shape) or tensor, lambda tensor: tensor)

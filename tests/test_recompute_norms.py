@@ -290,7 +290,7 @@ NORMS = {
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_first_batch_that_proves_nothing(norm, first, dtype, device, deterministic):
-    """Of zeros, or of NaN, many formulas give the same."""
+    """Many formulas give the same for zeros, or for NaN."""
     torch.manual_seed(0)
     net = nn.Sequential(NORMS[norm](), nn.ReLU(), nn.Conv2d(8, 4, 1)).to(device, dtype)
     for parameter in net.parameters():
@@ -375,7 +375,7 @@ def test_batch_norm_of_a_half_type_with_wide_statistics(dtype, layout, training,
 
 @pytest.fixture
 def trials(monkeypatch):
-    """Of which norms a formula was chosen by trials."""
+    """The norms for which a formula was chosen by trials."""
     made, choose = [], Candidates.choose
     monkeypatch.setattr(Candidates, "choose", lambda self, *operands: made.append(self) or choose(self, *operands))
     forget_choices()

@@ -113,7 +113,7 @@ def test_an_operand_of_a_subclass(function, requires_grad):
 
 
 def test_other_data():
-    """Of the same layout and version."""
+    """They have the same layout and version."""
     a = torch.randn(64, 128, requires_grad=True)
     with recompute():
         y = a @ torch.eye(128)

@@ -28,7 +28,7 @@ def _wide(*tensors):
 
 
 def _closest(x, mean, rstd):
-    """Of each column the normalized element that is closest to 0.
+    """The normalized element of each column that is closest to 0.
 
     A bias that cancels its product with the weight leaves nothing but their rounding, which tells formulas apart.
     """
@@ -243,7 +243,7 @@ GROUPS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])
 
 
 def _group_norm_as_called(step: Step) -> Result:
-    """Of a bias without a gradient, or of an eps that the node doesn't save."""
+    """For a bias without a gradient, or where the node doesn't save eps."""
     operands = step.operand(0, "input"), step.operand(1, "weight"), step.bias(2), *map(step.saved, STATISTICS)
     return _GROUP_NORM, operands, (*step.arguments(*GROUPS), *([] if _SAVES_EPS else [step.eps()]))
 

@@ -18,7 +18,7 @@ Instruction = tuple[str, bool, tuple[Reference, ...]]  # its opcode, whether its
 
 
 def operand(number: int, place: str = "broadcast", default: float = 0.0) -> Reference:
-    """Of the formula; "channels" or "groups" says which dimensions it has. The default stands for None."""
+    """An operand of the formula; "channels" or "groups" says which dimensions it has. The default stands for None."""
     return number, place, default
 
 
@@ -32,7 +32,7 @@ def instruction(opcode: str, *references: Reference, rounded: bool = False) -> I
 
 
 def norm(opcode: str, statistics: str, parameters: str, bias: float = -0.0) -> tuple[Instruction]:
-    """Of a formula of (input, weight, bias, mean, rstd). To add -0 changes nothing."""
+    """The program of a formula of (input, weight, bias, mean, rstd). To add -0 changes nothing."""
     references = [operand(3, statistics), operand(4, statistics), operand(1, parameters, 1.0), operand(2, parameters, bias)]
     return (instruction(opcode, *references),)
 

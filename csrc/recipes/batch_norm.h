@@ -21,8 +21,8 @@ struct BatchNormGradient {
   const float *mean, *invstd;
   const void* weight;  // in float32, or as the input
   bool has_float_weight;
-  // Of an activation behind the norm, if `grad` is its output's: the norm's bias if it is a ReLU, or a mask (../mask.h) of
-  // where the gradient passes.
+  // If `grad` is that of an activation's output, behind the norm: the norm's bias for a ReLU, or a mask (../mask.h) of where
+  // the gradient passes.
   const void* bias;
   const uint8_t* mask;
   // The outputs. Those of the weight and the bias are in the weight's dtype.

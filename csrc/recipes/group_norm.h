@@ -15,7 +15,7 @@ struct GroupNormGradient {
 
   // Elements of a plane are beside each other in memory, then come the channels. There are fewer than 2^31 in all.
   int samples, channels, groups, plane;
-  // Of the incoming gradient, of the input and its gradient, and of all others. There is one half type.
+  // The dtypes of the incoming gradient, of the input and its gradient, and of all others. There is one half type.
   Element grad_element, input_element, weight_element;
   const void *grad, *input;
   const void *mean, *invstd;  // of each group of a sample

@@ -15,7 +15,8 @@ struct LayerNormGradient {
   static constexpr int kTile = 32, kManyRows = 64 * 1024;
 
   int rows, columns;  // fewer than 2^31 elements
-  // Of the incoming gradient, of the input and its gradient, and of the weight and the bias and theirs. There is one half type.
+  // The dtypes of the incoming gradient, of the input and its gradient, and of the weight and the bias and theirs. There is one
+  // half type.
   Element grad_element, input_element, weight_element;
   const void *grad, *input;
   const float *mean, *invstd;

@@ -31,8 +31,8 @@ using torch::autograd::variable_list;
 struct Rule {
   Slopes slopes;
   c10::SymDimVector mask_strides;  // if that is a mask
-  // Of the tensor that PyTorch's op would have saved; empty if they are the mask's, the common case, because copying them costs
-  // time.
+  // The strides of the tensor that PyTorch's op would have saved; empty if they are the mask's, the common case, because
+  // copying them costs time.
   c10::SymDimVector saved_strides;
   bool reads_gradient_first;
 };
@@ -157,7 +157,7 @@ struct MaskedScaleBackward : NodeOf<MaskedScaleBackward, MaskedScaleFields>, Wit
 
 void record_gradient(
     at::Tensor& gradient, const at::Tensor& grad, const at::Tensor& mask, const Rule& rule, const Edge& input) {
-  // Of plain tensors alone: others have their history on what they wrap, and functorch's outlive the input's.
+  // For plain tensors alone: others have their history on what they wrap, and functorch's outlive the input's.
   const bool is_mask = mask.scalar_type() == at::kByte;
   if (at::GradMode::is_enabled() && is_mask && is_plain(gradient) && is_plain(mask)) {
     auto* node = new MaskedScaleBackward(grad, mask, rule, Origin());

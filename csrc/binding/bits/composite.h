@@ -65,7 +65,7 @@ at::Tensor inside(const at::Tensor& self, Parameters... parameters) {
       parameters...);
 }
 
-// The same of a mask's bits, which lie in the memory order of the dense `strides`.
+// Where a mask's bits are set, which lie in the memory order of the dense `strides`.
 inline at::Tensor unpacked(const at::Tensor& mask, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
   const at::Tensor bit = at::arange(kMaskBits, mask.options());
   const at::Tensor bits = mask.unsqueeze(1).bitwise_right_shift(bit).bitwise_and(1).to(at::kBool);

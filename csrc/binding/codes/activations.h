@@ -48,7 +48,7 @@ struct Smooth {
   std::vector<Tensor> (*factors)(const Tensor& input);
 
   struct OfDtype {
-    // Of the code, one of the two in code_bits: what the inputs that share an output need. In float16 hundreds of
+    // How wide the code is, one of the two in code_bits: what the inputs that share an output need. In float16 hundreds of
     // inputs of silu, mish and gelu have the output -0 and gradients that differ.
     int bits;
     // From how many elements on a table is faster than PyTorch's formula, forward without a gradient, on an H200. Of a smaller

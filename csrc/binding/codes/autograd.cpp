@@ -83,7 +83,7 @@ struct CodeBackward : NodeOf<CodeBackward, CodeFields> {
     return {fields_.output.unpack(pointer_to(this)), fields_.code.unpack()};
   }
 
-  // Of the input that is found again, with the history of the one that was given.
+  // The gradient as a function of the input that is found again, with the history of the one that was given.
   at::Tensor differentiable(const at::Tensor& grad, const at::Tensor& output, const at::Tensor& code) const {
     at::Tensor input = [&] {
       const at::NoGradGuard no_grad;

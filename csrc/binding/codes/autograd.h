@@ -15,7 +15,8 @@ bool needs_gradient_alone(const at::Tensor& self);
 // Makes `output` a differentiable function of `self`.
 void record_code(const Smooth& activation, const at::Tensor& self, at::Tensor& output, const at::Tensor& code);
 
-// The same for `self` that was written to itself; the code has the memory order of `ordered`, which has the same values.
+// In place: makes `self`, which was written to, a function of what it was; the code has the memory order of `ordered`, which
+// has the same values.
 void record_code_inplace(const Smooth& activation, at::Tensor& self, const at::Tensor& ordered, const at::Tensor& code);
 
 // The gradient as a function of `grad` and of `input`: PyTorch's op, differentiated.

@@ -24,7 +24,7 @@ Patterns number(const Variants& variants, const std::vector<uint64_t>& derivativ
   }
   const auto is_crowded = [&](uint16_t y) { return inputs_of[y] > numbers; };
 
-  // Of crowded outputs: the first number that each derivative got, -1 as long as it has none, and how many more numbers there
+  // For crowded outputs: the first number that each derivative got, -1 as long as it has none, and how many more numbers there
   // are than derivatives that wait for one.
   std::unordered_map<uint64_t, int> number_of;
   std::vector<int> spare(kPatterns, numbers);

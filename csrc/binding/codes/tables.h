@@ -8,7 +8,7 @@
 
 namespace fastact {
 
-// Of an activation, a dtype and a device.
+// The tables of an activation, for a dtype and a device.
 struct Tables {
   int bits;
   at::Tensor entries;         // by input: its number; for CUDA the output in the lower half of a word, the number in the upper

@@ -19,7 +19,7 @@
 namespace fastact::recipes {
 namespace {
 
-// Of a recipe that is given up: its operands lose a reader.
+// Called for a recipe that is given up: its operands lose a reader.
 void drop(const Value& recipe) {
   for (const py::object& each : recipe.operands) {
     if (is_value(each)) {
@@ -84,13 +84,13 @@ int64_t number_of_value(py::handle object) {
   return number;
 }
 
-// The same, but of a float by its type, since other values take the same path.
+// As number_of_value(), but a float stands for its type, since other values take the same path.
 int64_t number_of_object(py::handle object) {
   return number_of_value(PyFloat_CheckExact(object.ptr()) ? reinterpret_cast<PyObject*>(&PyFloat_Type) : object);
 }
 
-// The same for an argument of a formula that moves elements. Of positions only their alignment matters, since kernels read
-// vectors.
+// As number_of_object(), for an argument of a formula that moves elements: only the alignment of a position matters, since
+// kernels read vectors.
 int64_t number_of_position(py::handle object) {
   if (PyLong_CheckExact(object.ptr())) {
     int overflow = 0;
@@ -332,7 +332,7 @@ bool by_function(Step& step, const py::object& rule, Value& recipe) {
   return true;
 }
 
-// Of what a function of this package made.
+// Makes the recipe of what a function of this package returned.
 bool by_origin(Step& step, const Origin& origin, Value& recipe) {
   py::object input = origin.op ? operand(step, 0, nullptr) : py::object();
   if (!input) {
@@ -351,8 +351,8 @@ bool by_origin(Step& step, const Origin& origin, Value& recipe) {
   return true;
 }
 
-// Of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and is kept so. Or
-// of its clone, as group norm makes one of what is channels-last.
+// Makes the recipe of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and
+// is kept so. Or that of its clone, as group norm makes one of what is channels-last.
 bool by_narrowing(Step& step, Value& recipe) {
   const bool is_of_clone = is_clone(*step.node);
   const NodePointer& cast = is_of_clone ? step.node->next_edge(0).function : step.node;

@@ -15,7 +15,7 @@ namespace fastact::recipes {
 // Makes `output` a differentiable function of `self`.
 void record_input(const Smooth& activation, Origin origin, const at::Tensor& self, at::Tensor& output);
 
-// The same in place: a node before `self`, which is dense, is written to, and the record after.
+// In place: a node before `self`, which is dense, is written to, and the record after.
 NodePointer node_before_write(const Smooth& activation, Origin origin, const at::Tensor& self);
 void record_write(at::Tensor& self, NodePointer node);
 

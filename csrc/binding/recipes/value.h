@@ -68,7 +68,7 @@ struct Value {
   // The tensor, for a recipe: computed once in a backward pass if it has several readers. `is_temporary` is set if nobody else
   // has its memory.
   at::Tensor tensor(bool* is_temporary = nullptr);
-  // The same for a backward pass. A graph that it makes may save the tensor, so the next pass is given that once more.
+  // As tensor(), for a backward pass. A graph that it makes may save the tensor, so the next pass is given that once more.
   at::Tensor give();
   at::Tensor compute(bool* is_temporary = nullptr);
   // Raises autograd's error if what it is, or what it replaces, was written to.
@@ -99,7 +99,7 @@ struct Value {
   std::optional<at::Device> device;
   at::DimVector sizes, strides;
   bool has_strides = false;
-  // Of a recipe that replaces none: the strides of the op's output, if a node has saved that or a clone of it.
+  // The strides of the op's output, for a recipe that replaces no tensor, if a node has saved that output or a clone of it.
   // By pointer, since few have it, and a value is to be small (add_value_type).
   std::unique_ptr<const at::DimVector> strides_of_output;
   int64_t configuration = -1;
@@ -171,7 +171,7 @@ void append(Configuration& numbers, at::IntArrayRef others);
 void append(Configuration& numbers, at::ScalarType dtype, c10::Device device);
 // The number that stands for a configuration.
 int64_t number_of(const Configuration& configuration);
-// The same for a value.
+// That of a value's.
 int64_t configuration_of(Value& value);
 
 // From a node's output to its value, if it is alive. A registry of addresses, each with a weak reference to its node, since

@@ -224,7 +224,7 @@ class Thread {
   // The output's dtype in a form; bfloat16 stands for T.
   static constexpr Element own = n == 8 ? Element::bfloat16 : Element::float32;
 
-  // Of the words of what is the same in all of a row: the one for a vector's row, and for the row after it.
+  // Which word of what is the same in all of a row is that for a vector's row, and which for the row after it.
   static constexpr int kHere = 0, kNext = 1;
 
   __device__ static bool is_column(Layout layout) { return layout == Layout::column || layout == Layout::half_column; }
@@ -240,7 +240,7 @@ class Thread {
     return Layout::any;
   }
 
-  // Of what a form's instruction reads from memory.
+  // The dtype of what a form's instruction reads from memory.
   __device__ Element element(int k, int r) const {
     switch (layout(k, r)) {
       case Layout::dense:

@@ -19,7 +19,8 @@ bool repeats_ops(const at::Tensor& grad, const Saved& saved, Needed... needed) {
   return are_identical(by_kernel(grad, saved, needed...), by_ops(grad, saved, needed...));
 }
 
-// Of a layer or group norm, which takes its gradient in any layout, and in the half type of a cast behind it (casts.h).
+// The hook of a layer or group norm, which takes its gradient in any layout, and in the half type of a cast behind it
+// (casts.h).
 class NormPreHook : public PreHook {
  public:
   bool takes_half() const override { return true; }
