@@ -278,7 +278,7 @@ def test_max_pooling_within_other_hooks(device):
 
 
 def test_numbers_that_need_all_bytes_stay(monkeypatch, device):
-    """What is narrowed is compared like any recipe."""
+    """What is downcast is compared like any recipe."""
     monkeypatch.setattr(rules, "math", SimpleNamespace(prod=lambda sizes: 1))
     x = torch.arange(2**17, dtype=torch.float32, device=device).view(1, 1, -1, 2**8).requires_grad_()
     for _ in range(2):

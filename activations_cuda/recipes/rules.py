@@ -110,7 +110,7 @@ def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result
 
     def rule(step):
         input, indices = step.operand(0, "self"), step.saved("result1")
-        step.narrow(indices, torch.uint16 if math.prod(input.sizes[-dims:]) <= 2**16 else torch.int32)
+        step.downcast(indices, torch.uint16 if math.prod(input.sizes[-dims:]) <= 2**16 else torch.int32)
         return formula, (input, indices), ()
 
     return rule

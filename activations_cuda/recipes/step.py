@@ -124,9 +124,9 @@ class Step:
         is_at_hand = number.device.type == "cpu" and type(number) is Tensor
         return number.item() if is_at_hand else _C.recipes.keep(number, self._hook.outer)
 
-    def narrow(self, value: Any, dtype: torch.dtype) -> None:
+    def downcast(self, value: Any, dtype: torch.dtype) -> None:
         """Keep integers that nobody but the node has in fewer bytes, which hold them all.
 
         What the hooks around the scope have been given stays theirs.
         """
-        _C.recipes.narrow(self._hook, self.node, value, dtype)
+        _C.recipes.downcast(self._hook, self.node, value, dtype)

@@ -18,8 +18,8 @@ struct GroupNormGradient {
   // The dtypes of the incoming gradient, of the input and its gradient, and of all others. There is one half type.
   Element grad_element, input_element, weight_element;
   const void *grad, *input;
-  const void *mean, *invstd;  // of each group of a sample
-  const void* weight;         // null: ones
+  const void *mean, *rstd;  // of each group of a sample
+  const void* weight;       // null: ones
   // The outputs. The last two are null if they aren't wanted.
   void *grad_input, *grad_weight, *grad_bias;
   float* scratch;  // scratch_floats() of them

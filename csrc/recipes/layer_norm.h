@@ -19,7 +19,7 @@ struct LayerNormGradient {
   // half type.
   Element grad_element, input_element, weight_element;
   const void *grad, *input;
-  const float *mean, *invstd;
+  const float *mean, *rstd;
   const void* weight;  // null: ones
   // The outputs. The last two are null if neither is wanted.
   void *grad_input, *grad_weight, *grad_bias;

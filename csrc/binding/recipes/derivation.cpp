@@ -353,7 +353,7 @@ bool by_origin(Step& step, const Origin& origin, Value& recipe) {
 
 // Makes the recipe of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and
 // is kept so. Or that of its clone, as group norm makes one of what is channels-last.
-bool by_narrowing(Step& step, Value& recipe) {
+bool by_downcast(Step& step, Value& recipe) {
   const bool is_of_clone = is_clone(*step.node);
   const NodePointer& cast = is_of_clone ? step.node->next_edge(0).function : step.node;
   if (!cast || !is_cast(*cast)) {
@@ -439,7 +439,7 @@ py::object derive(Step step) {
   }
   py::object result = made([&](Value& recipe) { return by_op(step, op, recipe); });
   if (!result && (is_cast(*step.node) || is_clone(*step.node))) {
-    return made([&](Value& recipe) { return by_narrowing(step, recipe); });
+    return made([&](Value& recipe) { return by_downcast(step, recipe); });
   }
   return result || op.otherwise.is_none() ? result : by(op.otherwise);
 }
@@ -497,7 +497,7 @@ py::object recipe_of(
   return object;
 }
 
-void narrow(py::handle hook, const NodePointer& node, const py::object& object, at::ScalarType dtype) {
+void downcast(py::handle hook, const NodePointer& node, const py::object& object, at::ScalarType dtype) {
   Value& value = value_of(object);
   if (!value.held.defined() || value.readers != 1 || !value.is_current() ||
       (!is_dry_run(hook) && value.held.storage().use_count() > 1)) {
@@ -508,7 +508,7 @@ void narrow(py::handle hook, const NodePointer& node, const py::object& object, 
   const py::object operand = keep(tensor.to(dtype));
   const auto original = tensor.scalar_type();
   const py::object replacing = recipe_of(
-      ConfigurationOf::narrowed, NAME(""), formulas().cast, operand, {dtype_object(original)}, tensor,
+      ConfigurationOf::downcast, NAME(""), formulas().cast, operand, {dtype_object(original)}, tensor,
       static_cast<int64_t>(original));
   Value& recipe = value_of(replacing);
   Derivation derivation;

@@ -43,7 +43,7 @@ py::object recipe_of(
 py::object view_of(const py::object& value, const at::Tensor& view, const at::Tensor& base);
 
 // Keeps integers that only this node has saved in a narrower dtype, which holds them all: the value becomes a cast back.
-void narrow(py::handle hook, const NodePointer& node, const py::object& value, at::ScalarType dtype);
+void downcast(py::handle hook, const NodePointer& node, const py::object& value, at::ScalarType dtype);
 
 // Whether the hook only counts, and takes every recipe for right, as on fake tensors.
 bool is_dry_run(py::handle hook);

@@ -111,8 +111,8 @@ void add_step(py::module_& module) {
   module.def("keep", [](py::handle tensor, const py::object& hooks) {
     return keep(THPVariable_Unpack(tensor.ptr()), py::none(), hooks);
   });
-  module.def("narrow", [](py::handle hook, py::handle node, const py::object& value, py::handle dtype) {
-    narrow(hook, node_behind(node), value, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  module.def("downcast", [](py::handle hook, py::handle node, const py::object& value, py::handle dtype) {
+    downcast(hook, node_behind(node), value, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
   });
 }
 

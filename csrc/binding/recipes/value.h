@@ -37,7 +37,7 @@ using Output = std::pair<torch::autograd::Node*, uint32_t>;
 // ConfigurationOf.
 using Configuration = c10::SmallVector<int64_t, 32>;
 
-enum class ConfigurationOf : int64_t { kept_tensor = -7, positions, narrowed, written_to, mask, view, equal };
+enum class ConfigurationOf : int64_t { kept_tensor = -7, positions, downcast, written_to, mask, view, equal };
 static_assert(static_cast<int64_t>(ConfigurationOf::equal) == -1);
 
 struct NormCall;

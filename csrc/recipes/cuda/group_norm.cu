@@ -148,11 +148,11 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const GroupNormGradient
     add_up<1>(&of_product, distance);
   }
   if (threadIdx.x % kWarp == 0) {
-    const float mean = number<T>(norm, norm.mean, index), invstd = number<T>(norm, norm.invstd, index);
+    const float mean = number<T>(norm, norm.mean, index), rstd = number<T>(norm, norm.rstd, index);
     const float per_element = 1.0f / static_cast<float>(int64_t{channels} * norm.plane);
-    const float slope = __fmaf_rn(of_grad, mean, -of_product) * invstd * invstd * invstd * per_element;
+    const float slope = __fmaf_rn(of_grad, mean, -of_product) * rstd * rstd * rstd * per_element;
     scratch.slope[index] = slope;
-    scratch.shift[index] = __fmaf_rn(-slope, mean, -(of_grad * invstd * per_element));
+    scratch.shift[index] = __fmaf_rn(-slope, mean, -(of_grad * rstd * per_element));
   }
 }
 
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) input_kernel(const GroupNormGradient
   }
   const Scratch scratch(norm);
   const int64_t group = plane.index / (norm.channels / norm.groups);
-  const float scale = number<T>(norm, norm.invstd, group) * weight<T>(norm, plane.index % norm.channels);
+  const float scale = number<T>(norm, norm.rstd, group) * weight<T>(norm, plane.index % norm.channels);
   const float slope = scratch.slope[group], shift = scratch.shift[group];
   plane.template for_each<T>(norm, [&](const Vector& grad, const Vector& input, int64_t vector) {
     Vector result;
@@ -186,20 +186,20 @@ __global__ void __launch_bounds__(kWarp* kLanes) weight_kernel(const GroupNormGr
   const int channels = norm.channels / norm.groups;
   float of_bias = 0, of_weight = 0;
   for (int sample = lane; channel < norm.channels && sample < norm.samples; sample += together * kLanes) {
-    float grad[together], product[together], mean[together], invstd[together];
+    float grad[together], product[together], mean[together], rstd[together];
 #pragma unroll
     for (int u = 0; u < together; ++u) {
       const int64_t read = min(sample + u * kLanes, norm.samples - 1), group = read * norm.groups + channel / channels;
       grad[u] = scratch.of_grad[read * norm.channels + channel];
       product[u] = scratch.of_product[read * norm.channels + channel];
       mean[u] = number<T>(norm, norm.mean, group);
-      invstd[u] = number<T>(norm, norm.invstd, group);
+      rstd[u] = number<T>(norm, norm.rstd, group);
     }
 #pragma unroll
     for (int u = 0; u < together; ++u) {
       if (sample + u * kLanes < norm.samples) {
         of_bias += grad[u];
-        of_weight = __fmaf_rn(__fmaf_rn(-grad[u], mean[u], product[u]), invstd[u], of_weight);
+        of_weight = __fmaf_rn(__fmaf_rn(-grad[u], mean[u], product[u]), rstd[u], of_weight);
       }
     }
   }

@@ -61,10 +61,10 @@ class Row {
 template <int kLanes, int kVectors>
 class RowSums {
  public:
-  __device__ void add(int vector, float grad, float centered, float invstd) {
+  __device__ void add(int vector, float grad, float centered, float rstd) {
     const int part = vector % kParts;
     sums_[0][part] += grad;
-    sums_[1][part] = __fmaf_rn(invstd, grad * centered, sums_[1][part]);
+    sums_[1][part] = __fmaf_rn(rstd, grad * centered, sums_[1][part]);
   }
 
   __device__ void finish(float& of_grad, float& of_product) const {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) input_kernel(const LayerNormGradient
   vectors.read(norm.grad, norm.grad_element, grad);
   vectors.read(norm.input, norm.input_element, input);
   vectors.read_weight(norm, weight);
-  const float mean = norm.mean[read_row], invstd = norm.invstd[read_row];
+  const float mean = norm.mean[read_row], rstd = norm.rstd[read_row];
   RowSums<kLanes, kVectors> sums;
   vectors.for_each([&](int vector) {
     convert<T>(norm.grad_element, grad[vector]);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) input_kernel(const LayerNormGradient
     }
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      sums.add(vector, grad[vector][i] * weight[vector][i], input[vector][i] - mean, invstd);
+      sums.add(vector, grad[vector][i] * weight[vector][i], input[vector][i] - mean, rstd);
     }
   });
   float of_grad, of_product;
@@ -163,11 +163,11 @@ __global__ void __launch_bounds__(kThreads) input_kernel(const LayerNormGradient
   if (row >= norm.rows) {
     return;
   }
-  const float count = static_cast<float>(norm.columns), scale = 1 / count * invstd;
+  const float count = static_cast<float>(norm.columns), scale = 1 / count * rstd;
   vectors.for_each([&](int vector) {
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      const float projected = of_product * (invstd * (input[vector][i] - mean));
+      const float projected = of_product * (rstd * (input[vector][i] - mean));
       input[vector][i] = (__fmaf_rn(grad[vector][i], count * weight[vector][i], -projected) - of_grad) * scale;
     }
   });
@@ -202,7 +202,7 @@ constexpr int kStages = 4;                                   // of which one is 
 // Such rows.
 struct alignas(kPiece) Stage {
   float grad[kRows][kThreads], input[kRows][kThreads];  // of a half type, half of each row
-  float mean[kShares][kRows], invstd[kShares][kRows];
+  float mean[kShares][kRows], rstd[kShares][kRows];
 };
 
 // Copies a thread's pieces of a tensor from the rows of a share.
@@ -260,7 +260,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const LayerNormGradient norm, const Shares shares) {
   __shared__ Stage stages[kStages];
   Copy of_grads(norm, shares, norm.grad, norm.grad_element), of_inputs(norm, shares, norm.input, norm.input_element);
-  // Each thread also copies a mean or an invstd.
+  // Each thread also copies a mean or an rstd.
   const bool has_mean = threadIdx.x < kThreads / 2;
   const int row_of_share = threadIdx.x % kRows, its_share = threadIdx.x / kRows % kShares;
   int64_t its_row = int64_t{blockIdx.y * kShares + its_share} * shares.rows + row_of_share;
@@ -269,8 +269,8 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const LayerNormGradient n
     of_grads.start(stage.grad);
     of_inputs.start(stage.input);
     if (its_row < norm.rows) {
-      float* const to = (has_mean ? stage.mean : stage.invstd)[its_share] + row_of_share;
-      __pipeline_memcpy_async(to, (has_mean ? norm.mean : norm.invstd) + its_row, sizeof(float));
+      float* const to = (has_mean ? stage.mean : stage.rstd)[its_share] + row_of_share;
+      __pipeline_memcpy_async(to, (has_mean ? norm.mean : norm.rstd) + its_row, sizeof(float));
     }
     __pipeline_commit();
     of_grads.advance(rows);
@@ -294,22 +294,22 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const LayerNormGradient n
     __syncthreads();
     start(turn + kStages - 1, step(turn + kStages - 1));
     const Stage& stage = stages[turn % kStages];
-    float grad[kRows], input[kRows], mean[kRows], invstd[kRows];
+    float grad[kRows], input[kRows], mean[kRows], rstd[kRows];
     read<T>(stage.grad, norm.grad_element, grad);
     read<T>(stage.input, norm.input_element, input);
     move<kRows>(stage.mean[share_of_block], mean);
-    move<kRows>(stage.invstd[share_of_block], invstd);
+    move<kRows>(stage.rstd[share_of_block], rstd);
     if (kRows <= rows) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         of_grad += grad[i];
-        of_product = __fmaf_rn(invstd[i], grad[i] * (input[i] - mean[i]), of_product);
+        of_product = __fmaf_rn(rstd[i], grad[i] * (input[i] - mean[i]), of_product);
       }
     } else {  // ATen adds zeros for those that there aren't
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         of_grad += i < rows ? grad[i] : 0;
-        of_product = i < rows ? __fmaf_rn(invstd[i], grad[i] * (input[i] - mean[i]), of_product) : of_product + 0.0f;
+        of_product = i < rows ? __fmaf_rn(rstd[i], grad[i] * (input[i] - mean[i]), of_product) : of_product + 0.0f;
       }
     }
     rows -= step(turn);

@@ -122,9 +122,9 @@ variable_list by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed
   } else if (mask.defined()) {
     of_norm = at::where(unpack_mask(mask, grad.sizes(), grad.strides()), grad, 0);
   }
-  auto [of_input, of_weight, of_bias] =
+  auto [grad_input, grad_weight, grad_bias] =
       at::native_batch_norm_backward(of_norm, input, weight, {}, {}, mean, invstd, /*train=*/true, no_eps, needed);
-  return {of_input, of_weight, of_bias};
+  return {grad_input, grad_weight, grad_bias};
 }
 
 // Whether the kernel gives the ops' bits for as many elements of other numbers: a model's first gradients don't tell, since
@@ -230,8 +230,8 @@ class BatchNormPreHook : public PreHook {
   // Holds no gradient of an input, which a pass that fails would leave here.
   struct Given {
     int task;
-    c10::weak_intrusive_ptr<c10::TensorImpl> of_input;
-    at::Tensor of_weight, of_bias;
+    c10::weak_intrusive_ptr<c10::TensorImpl> grad_input;
+    at::Tensor grad_weight, grad_bias;
   };
 
   std::optional<variable_list> take(const at::Tensor& grad) {
@@ -244,9 +244,9 @@ class BatchNormPreHook : public PreHook {
     const Given given = *found;
     given_.erase(found);
     TORCH_CHECK(
-        grad.defined() && given.of_input._unsafe_get_target() == grad.unsafeGetTensorImpl(),
+        grad.defined() && given.grad_input._unsafe_get_target() == grad.unsafeGetTensorImpl(),
         "recompute: expected the gradient of a batch norm's output as the activation behind it gave it, got another");
-    return variable_list{grad, given.of_weight, given.of_bias};
+    return variable_list{grad, given.grad_weight, given.grad_bias};
   }
 
   NativeBatchNormBackward0& node_;

@@ -35,26 +35,26 @@ using torch::autograd::generated::NativeGroupNormBackward0;
 struct GroupNormSaved {
   at::ScalarType dtype;
   int64_t samples, channels, plane, groups;
-  at::Tensor input, weight, mean, invstd;
+  at::Tensor input, weight, mean, rstd;
 };
 
 // Whether the kernel takes these.
 bool is_served(const at::Tensor& grad, const GroupNormSaved& saved) {
-  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, invstd] = saved;
+  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, rstd] = saved;
   const auto is_one = [&](const at::Tensor& tensor) {
     return tensor.device() == grad.device() && tensor.scalar_type() == dtype && is_in_vectors(tensor);
   };
-  return are_in_vectors(grad, input, dtype) && (!weight.defined() || is_one(weight)) && is_one(mean) && is_one(invstd) &&
+  return are_in_vectors(grad, input, dtype) && (!weight.defined() || is_one(weight)) && is_one(mean) && is_one(rstd) &&
          0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max() && plane % GroupNormGradient::kVector == 0 &&
          channels / groups <= GroupNormGradient::kMostChannels;
 }
 
 variable_list by_kernel(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
-  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, invstd] = saved;
+  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, rstd] = saved;
   const auto options = input.options().dtype(dtype);
-  at::Tensor of_input = at::empty_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT);
-  at::Tensor of_weight = needed[1] ? at::empty({channels}, options) : at::Tensor();
-  at::Tensor of_bias = needed[2] ? at::empty({channels}, options) : at::Tensor();
+  at::Tensor grad_input = at::empty_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT);
+  at::Tensor grad_weight = needed[1] ? at::empty({channels}, options) : at::Tensor();
+  at::Tensor grad_bias = needed[2] ? at::empty({channels}, options) : at::Tensor();
   GroupNormGradient norm = {};
   norm.samples = static_cast<int>(samples);
   norm.channels = static_cast<int>(channels);
@@ -66,22 +66,22 @@ variable_list by_kernel(const at::Tensor& grad, const GroupNormSaved& saved, Nee
   norm.grad = grad.const_data_ptr();
   norm.input = input.const_data_ptr();
   norm.mean = mean.const_data_ptr();
-  norm.invstd = invstd.const_data_ptr();
+  norm.rstd = rstd.const_data_ptr();
   norm.weight = weight.defined() ? weight.const_data_ptr() : nullptr;
-  norm.grad_input = of_input.mutable_data_ptr();
-  norm.grad_weight = needed[1] ? of_weight.mutable_data_ptr() : nullptr;
-  norm.grad_bias = needed[2] ? of_bias.mutable_data_ptr() : nullptr;
+  norm.grad_input = grad_input.mutable_data_ptr();
+  norm.grad_weight = needed[1] ? grad_weight.mutable_data_ptr() : nullptr;
+  norm.grad_bias = needed[2] ? grad_bias.mutable_data_ptr() : nullptr;
   const at::Tensor scratch = at::empty({norm.scratch_floats()}, options.dtype(at::kFloat));
   norm.scratch = scratch.mutable_data_ptr<float>();
   Cuda::launch(input, [&](cuda::Stream stream) { return cuda::run(norm, stream); });
-  return {of_input, of_weight, of_bias};
+  return {grad_input, grad_weight, grad_bias};
 }
 
 variable_list by_ops(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
-  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, invstd] = saved;
-  auto [of_input, of_weight, of_bias] = at::native_group_norm_backward(
-      grad.to(dtype), input.to(dtype), mean, invstd, weight, samples, channels, plane, groups, needed);
-  return {of_input.to(input.scalar_type()), of_weight, of_bias};
+  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, rstd] = saved;
+  auto [grad_input, grad_weight, grad_bias] = at::native_group_norm_backward(
+      grad.to(dtype), input.to(dtype), mean, rstd, weight, samples, channels, plane, groups, needed);
+  return {grad_input.to(input.scalar_type()), grad_weight, grad_bias};
 }
 
 // Whether the kernel gives the ops' bits for other numbers: a model's first gradients don't tell, since they are often zero.
@@ -92,7 +92,7 @@ bool passes_trial(const at::Tensor& grad, const GroupNormSaved& saved, Needed ne
   numbers.input = some_like(saved.input, {samples, saved.channels, plane}, 1);
   numbers.weight = some_like(saved.weight, {saved.channels}, 2);
   numbers.mean = some_like(saved.mean, {samples, saved.groups}, 3);
-  numbers.invstd = some_like(saved.invstd, {samples, saved.groups}, 4);
+  numbers.rstd = some_like(saved.rstd, {samples, saved.groups}, 4);
   return repeats_ops(some_like(grad, {samples, saved.channels, plane}, 5), numbers, needed);
 }
 

@@ -34,7 +34,7 @@ using torch::autograd::generated::NativeLayerNormBackward0;
 struct LayerNormSaved {
   at::ScalarType dtype;
   at::DimVector shape;  // of a row
-  at::Tensor input, weight, bias, mean, invstd;
+  at::Tensor input, weight, bias, mean, rstd;
 
   int64_t columns() const { return c10::multiply_integers(shape); }
   int64_t rows() const { return input.numel() / columns(); }
@@ -42,19 +42,19 @@ struct LayerNormSaved {
 
 // Whether the kernel takes these.
 bool is_served(const at::Tensor& grad, const LayerNormSaved& saved) {
-  const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
+  const auto& [dtype, shape, input, weight, bias, mean, rstd] = saved;
   const auto is_one = [&](const at::Tensor& tensor, at::ScalarType dtype) {
     return tensor.device() == grad.device() && tensor.scalar_type() == dtype && is_in_vectors(tensor);
   };
   return are_in_vectors(grad, input, dtype) && (!weight.defined() || is_one(weight, dtype)) && is_one(mean, at::kFloat) &&
-         is_one(invstd, at::kFloat) && 0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max() &&
+         is_one(rstd, at::kFloat) && 0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max() &&
          saved.columns() % LayerNormGradient::kMultiple == 0 && saved.columns() <= LayerNormGradient::kMostColumns;
 }
 
 variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
-  const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
+  const auto& [dtype, shape, input, weight, bias, mean, rstd] = saved;
   const bool has_sums = needed[1] || needed[2];
-  at::Tensor of_input = at::empty_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT), of_weight, of_bias, sums;
+  at::Tensor grad_input = at::empty_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT), grad_weight, grad_bias, sums;
   LayerNormGradient norm = {};
   norm.rows = static_cast<int>(saved.rows());
   norm.columns = static_cast<int>(saved.columns());
@@ -64,9 +64,9 @@ variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Nee
   norm.grad = grad.const_data_ptr();
   norm.input = input.const_data_ptr();
   norm.mean = mean.const_data_ptr<float>();
-  norm.invstd = invstd.const_data_ptr<float>();
+  norm.rstd = rstd.const_data_ptr<float>();
   norm.weight = weight.defined() ? weight.const_data_ptr() : nullptr;
-  norm.grad_input = of_input.mutable_data_ptr();
+  norm.grad_input = grad_input.mutable_data_ptr();
   LayerNormSums size = {};
   Cuda::launch(input, [&](cuda::Stream stream) {
     if (has_sums) {
@@ -78,30 +78,30 @@ variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Nee
       sizes.append(shape);
       sums = at::empty(sizes, size.are_results ? options : options.dtype(at::kFloat));
       norm.sums = sums.mutable_data_ptr();
-      of_bias = size.are_results ? at::Tensor() : at::empty(shape, options);
-      of_weight = size.are_results ? at::Tensor() : at::empty(shape, options);
-      norm.grad_bias = size.are_results ? nullptr : of_bias.mutable_data_ptr();
-      norm.grad_weight = size.are_results ? nullptr : of_weight.mutable_data_ptr();
+      grad_bias = size.are_results ? at::Tensor() : at::empty(shape, options);
+      grad_weight = size.are_results ? at::Tensor() : at::empty(shape, options);
+      norm.grad_bias = size.are_results ? nullptr : grad_bias.mutable_data_ptr();
+      norm.grad_weight = size.are_results ? nullptr : grad_weight.mutable_data_ptr();
     }
     return cuda::run(norm, stream);
   });
   if (size.are_results) {
-    of_bias = sums[0].sum(0);
-    of_weight = sums[1].sum(0);
+    grad_bias = sums[0].sum(0);
+    grad_weight = sums[1].sum(0);
   }
-  return {of_input, needed[1] ? of_weight : at::Tensor(), needed[2] ? of_bias : at::Tensor()};
+  return {grad_input, needed[1] ? grad_weight : at::Tensor(), needed[2] ? grad_bias : at::Tensor()};
 }
 
 variable_list by_ops(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
-  const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
-  auto [of_input, of_weight, of_bias] =
-      at::native_layer_norm_backward(grad.to(dtype), input.to(dtype), shape, mean, invstd, weight, bias, needed);
-  return {of_input.to(input.scalar_type()), of_weight, of_bias};
+  const auto& [dtype, shape, input, weight, bias, mean, rstd] = saved;
+  auto [grad_input, grad_weight, grad_bias] =
+      at::native_layer_norm_backward(grad.to(dtype), input.to(dtype), shape, mean, rstd, weight, bias, needed);
+  return {grad_input.to(input.scalar_type()), grad_weight, grad_bias};
 }
 
 // Whether the kernel gives the ops' bits for other numbers: a model's first gradients don't tell, since they are often zero.
 bool passes_trial(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed, int64_t rows, int64_t columns) {
-  const auto& [dtype, shape, input, weight, bias, mean, invstd] = saved;
+  const auto& [dtype, shape, input, weight, bias, mean, rstd] = saved;
   const LayerNormSaved numbers = {
       dtype,
       {columns},
@@ -109,7 +109,7 @@ bool passes_trial(const at::Tensor& grad, const LayerNormSaved& saved, Needed ne
       some_like(weight, {columns}, 2),
       some_like(bias, {columns}, 3),
       some_like(mean, {rows, 1}, 4),
-      some_like(invstd, {rows, 1}, 5)};
+      some_like(rstd, {rows, 1}, 5)};
   return repeats_ops(some_like(grad, {rows, columns}, 6), numbers, needed);
 }
 
