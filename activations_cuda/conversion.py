@@ -25,6 +25,7 @@ from activations_cuda.replacements import (
     class_for,
     is_converted,
     is_derived,
+    is_patched,
     is_property,
     original_of,
     scope_options,
@@ -206,9 +207,11 @@ def _chosen_by_class(model, named, in_scope):
         return functions, [f"{_counted(original_of(type(module)) for module in functions)} converted"]
     if not activations:
         return functions, ["no activation module to convert: pass example inputs to reach functions"]
+    if named is not None and (kinds := [kind for module in activations if (kind := original_of(type(module))) in named]):
+        patched = sorted({FUNCTIONS[kind] for kind in kinds if is_patched(FUNCTIONS[kind])})
+        reason = f"torch.nn.functional.{patched[0]} was replaced" if patched else "called by a forward of its own"
+        return functions, [f"{_counted(kinds)} left alone: {reason}"]
     reason = "" if in_scope or named is not None else ": pass example inputs to find out whether converting them saves memory"
-    if named is not None and any(original_of(type(module)) in named for module in activations):
-        reason = ": what they call isn't PyTorch's own"
     return functions, [f"{_counted(map(type, activations))} left alone{reason}"]
 
 

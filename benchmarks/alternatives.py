@@ -137,7 +137,7 @@ COLUMNS += ["losses_equal", "weights_equal", "parameters_equal", "failure"]
 def main():
     chosen = chosen_models("python -m benchmarks.alternatives", __doc__, list(MODELS))
     origin, path = record.origin(), record.path("-alternatives")
-    rows = record.other_rows(path, MODELS, chosen)
+    rows = [row for row in record.other_rows(path, MODELS, chosen) if row["way"] in WAYS]
     for name in chosen:
         for row in rows_of(name):
             rows.append({"commit": origin["commit"], **row})

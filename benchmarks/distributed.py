@@ -103,7 +103,7 @@ NAMES = [*dict.fromkeys(case.model for case in CASES)]
 
 
 class Parallel(Training):
-    """A parallel model's, of which each rank holds a part."""
+    """Trains a parallel model. What a rank holds of it between steps is measured: it may be a part."""
 
     def __init__(self, case, model, batch):
         before = torch.cuda.memory_allocated()

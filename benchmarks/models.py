@@ -218,7 +218,7 @@ class Training:
 
 
 def free_memory():
-    """Frees what is garbage, and returns how many bytes something still holds on to, as a compiler to models before."""
+    """Frees what is garbage, and returns how many bytes something still holds on to, e.g. a compiler to earlier models."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()

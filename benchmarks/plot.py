@@ -110,9 +110,9 @@ def draw_models(path):
             axis.barh(places, [row[f"{when}_{unit}"] for row in rows], 0.38, label=label, color=color)
         for place, row in enumerate(rows):
             longer = max(row[f"before_{unit}"], row[f"after_{unit}"])
-            axis.text(longer, place, f" {round(100 * (row[change] - 1)):+d}%", va="center", fontsize=8)
+            axis.text(longer, place, f" {row[change] - 1:+.1%}", va="center", fontsize=8)
         axis.set_title(title, fontsize=10)
-        axis.margins(x=0.1, y=0.01)
+        axis.margins(x=0.14, y=0.01)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(rows)), [row["model"].removeprefix("timm ") for row in rows])
     axes[0].invert_yaxis()

@@ -71,7 +71,7 @@ def deterministic():
 
 @pytest.fixture
 def most_memory():
-    """One of the tests that run at the same time has most of the GPU's memory."""
+    """Only one of the tests that run at the same time may take most of the GPU's memory."""
     with FileLock(Path(tempfile.gettempdir(), f"activations_cuda-{os.getuid()}.lock")):
         yield
         torch.cuda.empty_cache()

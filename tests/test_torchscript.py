@@ -19,7 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Torc
 
 ELSEWHERE = """
 import sys
-from contextlib import nullcontext
 
 sys.modules["activations_cuda"] = None  # importing it raises ImportError
 

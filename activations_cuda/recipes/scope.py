@@ -54,8 +54,8 @@ class recompute:
     anyway is replaced by a recipe, and computed again when the backward pass needs it. Each recipe is compared with its tensor
     when the op first runs with given sizes, dtypes and layouts; where they differ, the tensor is saved as usual. So are tensors
     smaller than 16 KiB. The model isn't modified. The scope holds for the calling thread and may be entered again within
-    itself. It has no effect if entered under torch.compile, in a transform of torch.func, or in a function that non-reentrant
-    checkpoint runs; within it, torch.func.grad and its like raise PyTorch's error.
+    itself. It has no effect while TorchScript traces, nor if entered under torch.compile, in a transform of torch.func, or in a
+    function that non-reentrant checkpoint runs; within it, torch.func.grad and its like raise PyTorch's error.
 
     Args:
         model: the module; if given, the error of ``check`` names the part of it that saved the tensor.
@@ -135,7 +135,7 @@ class recompute:
 
 
 def options_of(function: str, given: bool | recompute) -> Options | None:
-    """The options of a scope; of ``True`` the default ones, of ``False`` None."""
+    """The options of a scope; the defaults for ``True``, None for ``False``."""
     if isinstance(given, recompute):
         return given.options
     if not isinstance(given, bool):

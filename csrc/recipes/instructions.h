@@ -56,7 +56,7 @@ FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
   } else if constexpr (opcode == Opcode::folded_norm) {  // ATen's group norm, and cuDNN's batch norm of small channels
     const float scale = c * b;
     return fma(x, scale, d - a * scale);
-  } else if constexpr (opcode == Opcode::centered_norm) {  // ATen's layer norm
+  } else if constexpr (opcode == Opcode::centered_norm) {  // ATen's layer norm, and a form of its group norm
     return fma((x - a) * b, c, d);
   } else if constexpr (opcode == Opcode::clamp) {
     return clamp(x, a, b);

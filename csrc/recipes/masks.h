@@ -11,7 +11,7 @@ namespace fastact {
 
 namespace cpu {
 
-// They treat the elements from `begin`, a multiple of kMaskBits, up to `end`.
+// Both work on the elements from `begin`, a multiple of kMaskBits, up to `end`.
 void pack_mask(const uint8_t* bools, uint8_t* bits, int64_t begin, int64_t end);
 void unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t begin, int64_t end);
 
@@ -19,7 +19,7 @@ void unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t begin, int64_t end
 
 namespace cuda {
 
-// They treat all elements, queued on `stream` of the current device. Bools are aligned to 8 bytes.
+// Both work on all elements, queued on `stream` of the current device. Bools are aligned to 8 bytes.
 FASTACT_WEAK Error pack_mask(const uint8_t* bools, uint8_t* bits, int64_t n, Stream stream);
 FASTACT_WEAK Error unpack_mask(const uint8_t* bits, uint8_t* bools, int64_t n, Stream stream);
 

@@ -171,7 +171,7 @@ void append(Configuration& numbers, at::IntArrayRef others);
 void append(Configuration& numbers, at::ScalarType dtype, c10::Device device);
 // The number that stands for a configuration.
 int64_t number_of(const Configuration& configuration);
-// That of a value's.
+// The number of a value's configuration.
 int64_t configuration_of(Value& value);
 
 // From a node's output to its value, if it is alive. A registry of addresses, each with a weak reference to its node, since

@@ -31,7 +31,8 @@ __device__ void read_as_float(const void* data, int first, float (&to)[n]) {
   }
 }
 
-// What is behind the norm makes of the gradient of its own output that of the norm's. Nothing leaves it as it is.
+// What is behind the norm makes of the gradient of its own output that of the norm's. `Nothing` leaves the gradient as
+// it is.
 struct Nothing {
   struct Bits {};
 

@@ -224,7 +224,7 @@ class Thread {
   // The output's dtype in a form; bfloat16 stands for T.
   static constexpr Element own = n == 8 ? Element::bfloat16 : Element::float32;
 
-  // Which word of what is the same in all of a row is that for a vector's row, and which for the row after it.
+  // Indices into words_ of what is the same in all of a row: for a vector's own row, and for the one after it.
   static constexpr int kHere = 0, kNext = 1;
 
   __device__ static bool is_column(Layout layout) { return layout == Layout::column || layout == Layout::half_column; }

@@ -13,6 +13,7 @@
 #include <string>
 #include <type_traits>
 
+#include "../../devices.h"
 #include "../../dispatch.h"
 #include "../../dtypes.h"
 #include "../python.h"

@@ -31,7 +31,7 @@ bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false);
 
 at::ScalarType dtype_of_output(const torch::autograd::Node& node);
 
-// Whether there are kernels for its device.
+// Whether the node's output is on a GPU, and this build has kernels for it.
 bool has_output_on_gpu(const torch::autograd::Node& node);
 
 // What a pre-hook has computed for a pass. `is_for_next`: the next node takes the first as it is, whatever its dtype.

@@ -7,6 +7,7 @@
 #include "../computing.h"
 #include "../leaves.h"
 #include "../smooth.h"
+#include "nodes.h"
 
 namespace fastact::recipes {
 namespace {

@@ -12,7 +12,6 @@
 #include <tuple>
 #include <utility>
 
-#include "../../devices.h"
 #include "../../dtypes.h"
 #include "../../strides.h"
 #include "../formulas.h"

@@ -9,13 +9,14 @@ namespace fastact::recipes {
 void add_batch_norm_hooks(torch::autograd::Node& node);
 void add_activation_hooks(torch::autograd::Node& node);
 
-// Layer and group norm's. Under autocast the kernels take and give the half types of the casts on both sides (casts.h).
+// Layer and group norm's backward pass. Under autocast the kernels take and give the half types of the casts on both sides
+// (casts.h).
 void add_layer_norm_hooks(torch::autograd::Node& node);
 void add_group_norm_hooks(torch::autograd::Node& node);
 
-// Those of products, powers, tanh and SiLU that have saved recipes, in the pass that computes these. Which node saves a tensor
-// isn't known while that is packed, so they are added once something is derived from its output. From the square in an RMS norm
-// nothing is; its rsqrt's node leads to it.
+// The gradients of products, powers, tanh and SiLU that have saved recipes, in the pass that computes these. Which node saves a
+// tensor isn't known while that is packed, so they are added once something is derived from its output. From the square in an
+// RMS norm nothing is; its rsqrt's node leads to it.
 void add_elementwise_hooks(torch::autograd::Node& node);
 void add_square_hooks(torch::autograd::Node& rsqrt);
 

@@ -13,10 +13,11 @@ using Needed = std::array<bool, 3>;  // of the gradients of the input, the weigh
 
 Needed needed_of(const torch::autograd::Node& node);
 
-// Whether a norm's kernel gives the ops' bits, from what the norm has saved. Waits for the device.
-template <class Saved, class... Needed>
-bool repeats_ops(const at::Tensor& grad, const Saved& saved, Needed... needed) {
-  return are_identical(by_kernel(grad, saved, needed...), by_ops(grad, saved, needed...));
+// Whether a norm's kernel gives the ops' bits, from what the norm has saved: by_kernel() and by_ops() are those of its file.
+// Waits for the device.
+template <class Saved, class... Others>
+bool repeats_ops(const at::Tensor& grad, const Saved& saved, Others... others) {
+  return are_identical(by_kernel(grad, saved, others...), by_ops(grad, saved, others...));
 }
 
 // The hook of a layer or group norm, which takes its gradient in any layout, and in the half type of a cast behind it
@@ -26,6 +27,7 @@ class NormPreHook : public PreHook {
   bool takes_half() const override { return true; }
 
  protected:
+  // By the kernel if is_served() and fits() of the norm's file say so.
   template <class Saved>
   torch::autograd::variable_list answer_with(const at::Tensor& grad, const Saved& saved, Needed needed, size_t grads) {
     auto results =
