@@ -209,7 +209,7 @@ def _chosen_by_class(model, named, in_scope):
         return functions, ["no activation module to convert: pass example inputs to reach functions"]
     if named is not None and (kinds := [kind for module in activations if (kind := original_of(type(module))) in named]):
         patched = sorted({FUNCTIONS[kind] for kind in kinds if is_patched(FUNCTIONS[kind])})
-        reason = f"torch.nn.functional.{patched[0]} was replaced" if patched else "called by a forward of its own"
+        reason = f"torch.nn.functional.{patched[0]} was replaced" if patched else "a forward of its own was set"
         return functions, [f"{_counted(kinds)} left alone: {reason}"]
     reason = "" if in_scope or named is not None else ": pass example inputs to find out whether converting them saves memory"
     return functions, [f"{_counted(map(type, activations))} left alone{reason}"]

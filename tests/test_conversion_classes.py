@@ -126,6 +126,10 @@ def test_a_function_that_is_patched_stays_patched(is_converted_before, monkeypat
             assert_same_step(converted, model, x)
         with pytest.raises(ValueError, match=r"got one with 1 Hardtanh left alone: torch.nn.functional.hardtanh was replaced"):
             activations_cuda.convert(nn.Sequential(*model, nn.ReLU()), classes=nn.Hardtanh)
+    with_own = nn.Sequential(nn.Hardtanh(), nn.ReLU())
+    with_own[0].forward = torch.relu
+    with pytest.raises(ValueError, match=r"got one with 1 Hardtanh left alone: a forward of its own was set"):
+        activations_cuda.convert(with_own, classes=nn.Hardtanh)
     assert type(activations_cuda.convert(model, x)[-1]) is activations_cuda.Hardtanh
 
 

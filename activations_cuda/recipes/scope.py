@@ -77,7 +77,7 @@ class recompute:
 
     def _hook(self, outer):
         """What to have autograd call, or None where this scope does nothing."""
-        if torch.jit.is_tracing() or not _autograd._saved_tensors_hooks_is_enabled():  # as within torch.func's transforms
+        if not _autograd._saved_tensors_hooks_is_enabled():  # within torch.func's transforms
             return None
         check, convolutions = self.options
         if outer is None:
