@@ -432,8 +432,8 @@ RECOMPUTE = [
     Mutant("hooks outside asked twice", VALUE_HEADER, "return readers > 1 && follows_from_outside();", "return false;"),
     Mutant("a conjugate view by its geometry", HOOK, "if (tensor.is_conj() != base.is_conj() ||", "if (false &&"),
     Mutant("half types mixed", COMPUTING, "(result != at::ScalarType::Undefined && result != dtype)", "false"),
-    Mutant("a rule for every output", DERIVATION, "step.number && !(is_op", "false && !(is_op"),
-    Mutant("the formula is not in the key", DERIVATION, "number_of_object(recipe.formula), ", ""),
+    Mutant("a rule for every output", DERIVATION, "step.output_nr && !(is_op", "false && !(is_op"),
+    Mutant("the formula is not in the key", DERIVATION, "id_of_object(recipe.formula), ", ""),
     Mutant("writes between op and saver", DERIVATION, "recipe.version > recipe.max_writes", "false"),
     Mutant("no verification", RECIPES + "hook.py", "if untried and not verify(recipe, untried, tensor):", "if False:"),
     Mutant("no trials", RECIPES + "verification.py", "for trial in range(", "for trial in range(0 * "),
@@ -456,7 +456,7 @@ RECOMPUTE = [
     Mutant("formulas of subclasses", COMPUTING, "TorchFunction::State::ALL_DISABLED", "TorchFunction::State::ENABLED"),
     Mutant("other data", VALUE, ": is_same_memory(held, tensor);", ": true;"),
     Mutant(
-        "a configuration for each position", DERIVATION, "is_movement ? number_of_position", "is_tabulated ? number_of_position"
+        "a configuration for each position", DERIVATION, "is_movement ? id_of_position", "is_tabulated ? id_of_position"
     ),
     Mutant("sums of multiples in any strides", RECIPES + "formulas.py", "return alpha != 1", "return False"),
     Mutant("the sign of a zero behind layer norm", RECIPES + "norms.py", ", on_cpu=(layer_norm_centered_on_cpu,)", ""),
@@ -482,7 +482,7 @@ RECOMPUTE = [
     Mutant("a leaf whose source was written to", OPERANDS, "is_of_leaf && is_alias(leaf_of(*node))", "false"),
     Mutant("a leaf is held as another tensor", VALUE, "is_itself ? tensor", "false ? tensor"),
     Mutant("what vmap wraps as what the op was given", CALLS, " || is_transformed(*norm)", ""),
-    Mutant("each reader searches anew", OPERANDS, "if (dead_ends().contains(node, number))", "if (false)"),
+    Mutant("each reader searches anew", OPERANDS, "if (dead_ends().contains(node, output_nr))", "if (false)"),
     Mutant("what does not follow yet never will", VALUE, "if (outputs_.count(output) > 0)", "if (false)"),
     Mutant("too deep for one is too deep for all", DERIVATION, "if (may_succeed_later)", "if (false)"),
     Mutant("what one scope's rules can't others can't", VALUE, "if (scope_and_rules != scope_and_rules_ ||", "if ("),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, programs
 from activations_cuda.recipes.rules import RULES, RULES_WITH_CONVOLUTIONS
-from activations_cuda.recipes.step import DTYPE, NUMBER, SHAPE, NothingYet, OpRule, Step, Underivable
+from activations_cuda.recipes.step import DTYPE, OUTPUT_NR, SHAPE, NothingYet, OpRule, Step, Underivable
 from activations_cuda.recipes.verification import Candidates, is_identical, is_of_handler, log, verify
 
 unpack = _C.recipes.unpack
@@ -67,9 +67,9 @@ class Hook:
         return _C.recipes.pack_hook(self)
 
 
-def _step(hook, node, number, tensor, depth, rule):
+def _step(hook, node, output_nr, tensor, depth, rule):
     """What a rule that is a function gives."""
-    step = Step(hook, node, number, tensor, depth)
+    step = Step(hook, node, output_nr, tensor, depth)
     try:
         return rule(step)
     except Underivable:
@@ -146,5 +146,5 @@ _C.recipes.set_up(
     failed=_failed,
     shape=SHAPE,
     dtype=DTYPE,
-    number=NUMBER,
+    output_nr=OUTPUT_NR,
 )

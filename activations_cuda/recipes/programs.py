@@ -17,13 +17,13 @@ Reference = float | tuple[int] | tuple[int, str, float]
 Instruction = tuple[str, bool, tuple[Reference, ...]]  # its opcode, whether its result is rounded, what it reads
 
 
-def operand(number: int, place: str = "broadcast", default: float = 0.0) -> Reference:
+def operand(index: int, place: str = "broadcast", default: float = 0.0) -> Reference:
     """An operand of the formula; "channels" or "groups" says which dimensions it has. The default stands for None."""
-    return number, place, default
+    return index, place, default
 
 
-def argument(number: int) -> Reference:
-    return (number,)
+def argument(index: int) -> Reference:
+    return (index,)
 
 
 def instruction(opcode: str, *references: Reference, rounded: bool = False) -> Instruction:

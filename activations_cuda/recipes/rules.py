@@ -18,7 +18,7 @@ from torch import Tensor
 
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, norms
-from activations_cuda.recipes.step import DTYPE, NUMBER, SHAPE, OpRule, Result, Step, Underivable
+from activations_cuda.recipes.step import DTYPE, OUTPUT_NR, SHAPE, OpRule, Result, Step, Underivable
 
 aten = torch.ops.aten
 
@@ -40,10 +40,10 @@ def binary(formula: Callable[..., Tensor], *arguments: str) -> OpRule:
 def one_of(formula: Callable[..., Any], *arguments: str) -> OpRule:
     """The rule of each output of an op that has several."""
 
-    def output(input, number, *arguments):
-        return formula(input, *arguments)[number]
+    def output(input, output_nr, *arguments):
+        return formula(input, *arguments)[output_nr]
 
-    return unsaved(output, NUMBER, *arguments)
+    return unsaved(output, OUTPUT_NR, *arguments)
 
 
 def _at_first(mask, tensor):
@@ -88,7 +88,7 @@ def rrelu(step: Step) -> Result:
     lower, upper, training = step.arguments("lower", "upper", "training")
     if not training:
         return F.leaky_relu, (step.operand(0, "self"),), ((lower + upper) / 2,)
-    if step.node._input_metadata[step.number].dtype.itemsize == 2:
+    if step.node._input_metadata[step.output_nr].dtype.itemsize == 2:
         raise Underivable  # it multiplies before it rounds the noise to save it
     return torch.mul, (step.operand(0, "self"), step.saved("noise")), ()
 

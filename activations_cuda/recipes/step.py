@@ -14,7 +14,7 @@ from activations_cuda import _C
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-SHAPE, DTYPE, NUMBER = "shape of the output", "dtype of the output", "number of the output"
+SHAPE, DTYPE, OUTPUT_NR = "shape of the output", "dtype of the output", "output_nr of the output"
 
 
 class Underivable(Exception):
@@ -35,7 +35,7 @@ class OpRule:
         formula: what computes the output.
         operands: of the op, by the names under which the node saves them (None: it doesn't, and the graph must tell); or None
             for all of an op that joins any number of them along a dimension, its first argument.
-        arguments: names of what else it is given, under which the node saves it; also SHAPE, DTYPE and NUMBER. Without the
+        arguments: names of what else it is given, under which the node saves it; also SHAPE, DTYPE and OUTPUT_NR. Without the
             last it is the rule of the first output alone: others are mostly statistics or indices.
         saved: names of other tensors that the node saved, which are operands of the formula too.
         convert: what makes the formula's arguments of the node's, or None if there is no recipe.
@@ -61,7 +61,7 @@ class OpRule:
         self.operands = None if operands is None else tuple(map(_as_packed, operands))
         self.saved = tuple(map(_as_packed, saved))
         self.contiguous = tuple(map(_as_packed, contiguous))
-        self.arguments = tuple(name if name in (SHAPE, DTYPE, NUMBER) else "_saved_" + name for name in arguments)
+        self.arguments = tuple(name if name in (SHAPE, DTYPE, OUTPUT_NR) else "_saved_" + name for name in arguments)
         self.when = when and "_saved_" + when
 
 
@@ -71,12 +71,12 @@ def _as_packed(name):
 
 
 class Step:
-    """Output `number` of `node`, and the tensor itself if it is at hand."""
+    """Output `output_nr` of `node`, and the tensor itself if it is at hand."""
 
-    __slots__ = ("_hook", "depth", "node", "number", "tensor")
+    __slots__ = ("_hook", "depth", "node", "output_nr", "tensor")
 
-    def __init__(self, hook: Any, node: "Node", number: int, tensor: Tensor | None, depth: int) -> None:
-        self._hook, self.node, self.number, self.tensor, self.depth = hook, node, number, tensor, depth
+    def __init__(self, hook: Any, node: "Node", output_nr: int, tensor: Tensor | None, depth: int) -> None:
+        self._hook, self.node, self.output_nr, self.tensor, self.depth = hook, node, output_nr, tensor, depth
 
     def operand(self, i: int, name: str | None = None) -> Any:
         """The value of operand i, found by its edge or as what the node saved under a name: a value, a number or None.

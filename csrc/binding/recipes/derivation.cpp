@@ -69,41 +69,41 @@ void Derivation::keep_operands_of(const py::object& recipe) {
 
 namespace {
 
-// A number for an object by its value.
-int64_t number_of_value(py::handle object) {
-  static auto& numbers = *new py::dict();
-  PyObject* const found = PyDict_GetItemWithError(numbers.ptr(), object.ptr());
+// An id of an object by its value.
+int64_t id_of_value(py::handle object) {
+  static auto& ids = *new py::dict();
+  PyObject* const found = PyDict_GetItemWithError(ids.ptr(), object.ptr());
   if (found) {
     return PyLong_AsLongLong(found);
   }
   if (PyErr_Occurred()) {
     throw py::error_already_set();
   }
-  const auto number = static_cast<int64_t>(numbers.size());
-  numbers[object] = number;
-  return number;
+  const auto id = static_cast<int64_t>(ids.size());
+  ids[object] = id;
+  return id;
 }
 
-// As number_of_value(), but a float stands for its type, since other values take the same path.
-int64_t number_of_object(py::handle object) {
-  return number_of_value(PyFloat_CheckExact(object.ptr()) ? reinterpret_cast<PyObject*>(&PyFloat_Type) : object);
+// As id_of_value(), but a float stands for its type, since other values take the same path.
+int64_t id_of_object(py::handle object) {
+  return id_of_value(PyFloat_CheckExact(object.ptr()) ? reinterpret_cast<PyObject*>(&PyFloat_Type) : object);
 }
 
-// As number_of_object(), for an argument of a formula that moves elements: only the alignment of a position matters, since
+// As id_of_object(), for an argument of a formula that moves elements: only the alignment of a position matters, since
 // kernels read vectors.
-int64_t number_of_position(py::handle object) {
+int64_t id_of_position(py::handle object) {
   if (PyLong_CheckExact(object.ptr())) {
     int overflow = 0;
-    return number_of_object(py::int_(PyLong_AsLongLongAndOverflow(object.ptr(), &overflow) & 15));
+    return id_of_object(py::int_(PyLong_AsLongLongAndOverflow(object.ptr(), &overflow) & 15));
   }
   if (!PyTuple_CheckExact(object.ptr())) {
-    return number_of_object(object);
+    return id_of_object(object);
   }
-  Configuration numbers = {static_cast<int64_t>(ConfigurationOf::positions)};
+  Configuration configuration = {static_cast<int64_t>(ConfigurationOf::positions)};
   for (const py::handle each : py::reinterpret_borrow<py::tuple>(object)) {
-    numbers.push_back(number_of_position(each));
+    configuration.push_back(id_of_position(each));
   }
-  return number_of(numbers);
+  return id_of(configuration);
 }
 
 // Gives a recipe the formula that fits its configuration, or has it tried. False if none fits.
@@ -132,7 +132,7 @@ bool depends_on_layout(const Value& recipe) {
 
 // What follows from a recipe's operands: its roots, its depth, the writes that it explains and a part of its configuration.
 // False if it can't be a recipe.
-bool take_operands(Value& recipe, c10::Device device, Configuration& numbers) {
+bool take_operands(Value& recipe, c10::Device device, Configuration& configuration) {
   const auto add_root = [&](const py::object& root) {
     if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
       recipe.roots.push_back(root);
@@ -140,7 +140,7 @@ bool take_operands(Value& recipe, c10::Device device, Configuration& numbers) {
   };
   for (const py::object& each : recipe.operands) {
     if (!is_value(each)) {
-      numbers.push_back(-2 - number_of_object(py::handle(reinterpret_cast<PyObject*>(Py_TYPE(each.ptr())))));
+      configuration.push_back(-2 - id_of_object(py::handle(reinterpret_cast<PyObject*>(Py_TYPE(each.ptr())))));
       continue;
     }
     Value& value = value_of(each);
@@ -148,7 +148,7 @@ bool take_operands(Value& recipe, c10::Device device, Configuration& numbers) {
     if (value.device_of() && *value.device_of() != device && !is_number) {
       return false;  // a copy between devices isn't cheap
     }
-    numbers.push_back(configuration_of(value));
+    configuration.push_back(configuration_of(value));
     recipe.depth = std::max(recipe.depth, value.depth + 1);
     if (!value.is_recipe()) {
       add_root(each);
@@ -163,12 +163,12 @@ bool take_operands(Value& recipe, c10::Device device, Configuration& numbers) {
   return 0 < recipe.depth && recipe.depth <= kMaxDepth && recipe.roots.size() <= kMaxRoots;
 }
 
-void append_arguments(Configuration& numbers, const Value& recipe) {
+void append_arguments(Configuration& configuration, const Value& recipe) {
   // A norm's eps counts by its value: where the variance is next to nothing, it decides whether formulas differ.
   const bool is_norm = py::isinstance(recipe.formula, callbacks().candidates);
-  const auto number = is_norm ? number_of_value : facts_of(recipe.formula).is_movement ? number_of_position : number_of_object;
+  const auto id_of_argument = is_norm ? id_of_value : facts_of(recipe.formula).is_movement ? id_of_position : id_of_object;
   for (const py::object& argument : recipe.arguments) {
-    numbers.push_back(number(argument));
+    configuration.push_back(id_of_argument(argument));
   }
 }
 
@@ -187,26 +187,26 @@ void refer_to_equal(Value& recipe, const torch::autograd::Node& node) {
     recipe.operands = {equal};
     recipe.arguments.clear();
     recipe.depth = value_of(equal).depth + 1;
-    recipe.configuration = number_of({static_cast<int64_t>(ConfigurationOf::equal), recipe.configuration});
+    recipe.configuration = id_of({static_cast<int64_t>(ConfigurationOf::equal), recipe.configuration});
   }
 }
 
 // Completes a recipe that has a formula, operands and arguments. Returns whether it can be one.
 bool complete(const Step& step, const py::object& name, const py::object& object) {
   Value& recipe = value_of(object);
-  const auto& meta = step.node->input_metadata(step.number);
+  const auto& meta = step.node->input_metadata(step.output_nr);
   recipe.source = name;
   recipe.sizes = sizes_of(meta);
-  Configuration numbers = {number_of_object(name), number_of_object(recipe.formula), step.number};
-  if (!take_operands(recipe, meta.device(), numbers)) {
+  Configuration configuration = {id_of_object(name), id_of_object(recipe.formula), step.output_nr};
+  if (!take_operands(recipe, meta.device(), configuration)) {
     return false;
   }
-  append_arguments(numbers, recipe);
-  append(numbers, recipe.sizes);
+  append_arguments(configuration, recipe);
+  append(configuration, recipe.sizes);
   if (step.tensor) {
     recipe.take_layout_of(*step.tensor);
-    append(numbers, recipe.strides);
-    numbers.push_back(recipe.version);  // in place or not
+    append(configuration, recipe.strides);
+    configuration.push_back(recipe.version);  // in place or not
   }
   recipe.dtype = c10::typeMetaToScalarType(meta.dtype());
   recipe.device = meta.device();
@@ -214,8 +214,8 @@ bool complete(const Step& step, const py::object& name, const py::object& object
     Derivation::current->may_succeed_later = true;
     return false;
   }
-  append(numbers, recipe.dtype, meta.device());
-  recipe.configuration = number_of(numbers);
+  append(configuration, recipe.dtype, meta.device());
+  recipe.configuration = id_of(configuration);
   refer_to_equal(recipe, *step.node);
   if (!choose(object)) {
     return false;
@@ -252,7 +252,7 @@ struct OpRule {
     }
     for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("arguments"))) {
       arguments.push_back(name.ptr());
-      is_of_each_output |= name.is(callbacks().number);
+      is_of_each_output |= name.is(callbacks().output_nr);
     }
   }
 
@@ -277,7 +277,7 @@ const OpRule& op_of(const py::object& rule) {
 
 // Whether a node on the CPU has saved a tensor that isn't contiguous.
 bool is_strided(Step& step, PyObject* name) {
-  if (!step.node->input_metadata(step.number).device().is_cpu()) {
+  if (!step.node->input_metadata(step.output_nr).device().is_cpu()) {
     return false;
   }
   const py::object data = attribute(attribute(step.python(), name), NAME("data"));
@@ -321,7 +321,7 @@ bool by_op(Step& step, const OpRule& rule, Value& recipe) {
 // By a rule that is a function.
 bool by_function(Step& step, const py::object& rule, Value& recipe) {
   const py::object tensor = step.tensor ? wrapped(*step.tensor) : py::object(py::none());
-  const py::object given = callbacks().step(step.hook, step.python(), step.number, tensor, step.depth, rule);
+  const py::object given = callbacks().step(step.hook, step.python(), step.output_nr, tensor, step.depth, rule);
   if (given.is_none()) {
     return false;
   }
@@ -412,7 +412,7 @@ py::object derive(Step step) {
     Derivation::current->may_succeed_later = true;  // by a shorter way
     return {};
   }
-  if (step.number && !(is_op && op_of(rule).is_of_each_output)) {
+  if (step.output_nr && !(is_op && op_of(rule).is_of_each_output)) {
     return {};
   }
   const auto made = [&](const auto& describe) {
@@ -448,15 +448,15 @@ bool is_dry_run(py::handle hook) {
   return attribute(hook, NAME("is_dry_run")).ptr() == Py_True;
 }
 
-py::object replacement(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor& tensor) {
+py::object replacement(py::handle hook, const NodePointer& node, uint32_t output_nr, const at::Tensor& tensor) {
   Derivation derivation;
   dead_ends().begin_derivation(
       {PyLong_AsLongLong(attribute(hook, NAME("begins")).ptr()), attribute(hook, NAME("rules")).ptr()});
-  py::object object = derive({hook, node, number, &tensor, 0});
+  py::object object = derive({hook, node, output_nr, &tensor, 0});
   if (!object) {
     return {};
   }
-  derivation.between[{node.get(), number}] = {object, node};
+  derivation.between[{node.get(), output_nr}] = {object, node};
   if (derivation.has_failed_attempts) {
     derivation.keep_operands_of(object);
   }
@@ -479,7 +479,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t number
 
 py::object recipe_of(
     ConfigurationOf kind, py::handle source, const py::object& formula, const py::object& operand, Objects arguments,
-    const at::Tensor& tensor, int64_t number) {
+    const at::Tensor& tensor, int64_t id) {
   py::object object = make_value();
   Value &recipe = value_of(object), &value = value_of(operand);
   recipe.take_layout_of(tensor);
@@ -489,10 +489,10 @@ py::object recipe_of(
   recipe.arguments = std::move(arguments);
   recipe.roots = value.is_recipe() ? value.roots : std::vector<py::object>{operand};
   recipe.depth = value.depth + 1;
-  Configuration numbers = {static_cast<int64_t>(kind), number, configuration_of(value)};
-  append(numbers, recipe.sizes);
-  append(numbers, recipe.strides);
-  recipe.configuration = number_of(numbers);
+  Configuration configuration = {static_cast<int64_t>(kind), id, configuration_of(value)};
+  append(configuration, recipe.sizes);
+  append(configuration, recipe.strides);
+  recipe.configuration = id_of(configuration);
   ++value.readers;
   return object;
 }

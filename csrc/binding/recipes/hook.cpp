@@ -74,17 +74,17 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
   if (!outer.is_none() && !is_dense(base.sizes(), base.strides())) {  // what the hooks outside give back may have other strides
     return {};
   }
-  const auto number = static_cast<uint32_t>(base.output_nr());
-  py::object value = noted(node, number);
+  const auto output_nr = static_cast<uint32_t>(base.output_nr());
+  py::object value = noted(node, output_nr);
   if (!value || !value_of(value).stands_for(base)) {
-    value = replacement(hook, node, number, base);
+    value = replacement(hook, node, output_nr, base);
     if (!value) {
       if (!outer.is_none()) {
         return {};
       }
       value = keep(base, name_of(*node));
     }
-    note(value, node, number);
+    note(value, node, output_nr);
   }
   return value_of(value).depth < kMaxDepth ? view_of(value, tensor, base) : py::object();
 }
@@ -146,8 +146,8 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
     return value;
   }
   add_gradient_hooks_of_saved(*node);
-  const auto number = static_cast<uint32_t>(tensor.output_nr());
-  py::object value = noted(node, number);
+  const auto output_nr = static_cast<uint32_t>(tensor.output_nr());
+  py::object value = noted(node, output_nr);
   if (value && value_of(value).stands_for(tensor)) {
     value_of(value).is_rearranged = false;
     return value;
@@ -156,14 +156,14 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const bool is_view = tensor.is_view() && owner.requires_grad() && owner.dtype() == tensor.dtype();
   value = is_written || is_small(owner) ? py::object()
           : is_view                     ? value_of_view(hook, outer, tensor, owner)
-                                        : replacement(hook, node, number, tensor);
+                                        : replacement(hook, node, output_nr, tensor);
   if (!value) {
     const bool is_of_leaf = !owner.grad_fn();  // which the hooks outside needn't have
     value = keep(tensor, name_of(*node), is_of_leaf ? py::object(py::none()) : outer);
     value_of(value).is_private = is_of_leaf && is_freed_parameter(owner);
   }
-  note(value, node, number);
-  if (number == 1) {  // as the first of a norm's statistics
+  note(value, node, output_nr);
+  if (output_nr == 1) {  // as the first of a norm's statistics
     note_call(value_of(value), tensor, is_wrapped());
   }
   return value;

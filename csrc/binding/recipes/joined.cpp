@@ -117,7 +117,7 @@ at::Tensor join(const std::vector<at::Tensor>& tensors, int64_t dim) {
 }
 
 bool by_joining(Step& step, const py::object& formula, const py::object& dim, Value& recipe) {
-  const auto& meta = step.node->input_metadata(step.number);
+  const auto& meta = step.node->input_metadata(step.output_nr);
   const at::DimVector sizes = sizes_of(meta);
   const auto dims = static_cast<int64_t>(sizes.size());
   const auto wrap = [&](const py::object& dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };

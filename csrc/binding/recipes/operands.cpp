@@ -21,10 +21,10 @@ bool follows_from_private(const Value& value) {
 }
 
 // The value of a parameter, which is a leaf of the graph.
-py::object find_leaf(const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
+py::object find_leaf(const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t output_nr, int depth) {
   if (!is_freed(parameter)) {
     py::object value = keep(parameter);
-    note(value, node, number);
+    note(value, node, output_nr);
     return value;
   }
   if (depth > 1 || !is_cast(reader)) {
@@ -50,9 +50,9 @@ bool is_outdated(const Step& step) {
 }
 
 // The value of an operand: somebody keeps it, it is a parameter, or it follows from such.
-py::object find(py::handle hook, const Node& reader, const NodePointer& node, uint32_t number, int depth) {
-  py::object value = noted(node, number);
-  const bool is_of_leaf = is_leaf({node, number});
+py::object find(py::handle hook, const Node& reader, const NodePointer& node, uint32_t output_nr, int depth) {
+  py::object value = noted(node, output_nr);
+  const bool is_of_leaf = is_leaf({node, output_nr});
   if (is_of_leaf && is_alias(leaf_of(*node))) {
     return {};
   }
@@ -61,29 +61,29 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
   }
   auto& between = Derivation::current->between;
   if (!value) {
-    const auto found = between.find({node.get(), number});
+    const auto found = between.find({node.get(), output_nr});
     value = found != between.end() ? found->second.first : py::object();
   }
   if (value) {
     if (value_of(value).is_current() && !follows_from_private(value_of(value))) {
       return value;
     }
-    dead_ends().add(node, number);
+    dead_ends().add(node, output_nr);
     return {};
   }
   if (is_of_leaf) {
-    value = find_leaf(leaf_of(*node), reader, node, number, depth);
+    value = find_leaf(leaf_of(*node), reader, node, output_nr, depth);
     Derivation::current->may_succeed_later |= !value;  // once it is gathered
     return value;
   }
-  if (dead_ends().contains(node, number)) {
+  if (dead_ends().contains(node, output_nr)) {
     return {};
   }
-  value = derive({hook, node, number, nullptr, depth});
+  value = derive({hook, node, output_nr, nullptr, depth});
   if (value) {
-    between[{node.get(), number}] = {value, node};
+    between[{node.get(), output_nr}] = {value, node};
   } else {
-    dead_ends().add(node, number);
+    dead_ends().add(node, output_nr);
   }
   return value;
 }
@@ -119,7 +119,7 @@ py::object with_sign(py::object argument) {
 }
 
 // Which of the node's outputs is saved under a name: 1 under result1; 0 if the name doesn't say.
-uint32_t number_of_output(PyObject* name) {
+uint32_t output_nr_of(PyObject* name) {
   constexpr std::string_view prefix = "_raw_saved_result";
   const std::string_view text = PyUnicode_AsUTF8(name);
   return text.size() == prefix.size() + 1 && text.substr(0, prefix.size()) == prefix ? text.back() - '0' : 0;
@@ -138,8 +138,8 @@ bool was_freed(Step& step, PyObject* raw_name) {
 }  // namespace
 
 py::object saved(Step& step, PyObject* name) {
-  if (const uint32_t number = number_of_output(name)) {  // as layer norm saves its statistics; the registry is faster to ask
-    py::object value = noted(step.node, number);
+  if (const uint32_t output_nr = output_nr_of(name)) {  // as layer norm saves its statistics; the registry is faster to ask
+    py::object value = noted(step.node, output_nr);
     if (value && value_of(value).version == 0 && value_of(value).is_current()) {
       return value;
     }
@@ -187,7 +187,7 @@ py::object argument(py::handle node, PyObject* name) {
 }
 
 py::object argument(Step& step, PyObject* name) {
-  const auto& meta = step.node->input_metadata(step.number);
+  const auto& meta = step.node->input_metadata(step.output_nr);
   if (name == callbacks().dtype.ptr()) {
     return dtype_object(c10::typeMetaToScalarType(meta.dtype()));
   }
@@ -199,8 +199,8 @@ py::object argument(Step& step, PyObject* name) {
     }
     return std::move(shape);
   }
-  if (name == callbacks().number.ptr()) {
-    return py::int_(step.number);
+  if (name == callbacks().output_nr.ptr()) {
+    return py::int_(step.output_nr);
   }
   return argument(step.python(), name);
 }

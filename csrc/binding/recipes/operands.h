@@ -11,8 +11,8 @@ namespace fastact::recipes {
 
 // One output of one node.
 struct Step {
-  Step(py::handle hook, const NodePointer& node, uint32_t number, const at::Tensor* tensor, int depth)
-      : hook(hook), node(node), number(number), tensor(tensor), depth(depth) {}
+  Step(py::handle hook, const NodePointer& node, uint32_t output_nr, const at::Tensor* tensor, int depth)
+      : hook(hook), node(node), output_nr(output_nr), tensor(tensor), depth(depth) {}
 
   const py::object& python() {
     if (!python_) {
@@ -23,7 +23,7 @@ struct Step {
 
   py::handle hook;
   const NodePointer& node;
-  uint32_t number;
+  uint32_t output_nr;
   const at::Tensor* tensor;  // if it is at hand
   int depth;
 
@@ -37,7 +37,7 @@ py::object operand(Step& step, size_t i, PyObject* name);
 // The value, number or None behind what a node saved; null if other hooks have packed it, which aren't called.
 py::object saved(Step& step, PyObject* name);
 
-// What a node says about its op; in a rule also the output's own dtype, shape or number.
+// What a node says about its op; in a rule also the output's own dtype, shape or output_nr.
 py::object argument(py::handle node, PyObject* name);
 py::object argument(Step& step, PyObject* name);
 

@@ -42,7 +42,7 @@ struct Callbacks {
         table(given["table"]),
         shape(given["shape"]),
         dtype(given["dtype"]),
-        number(given["number"]) {}
+        output_nr(given["output_nr"]) {}
 
   py::object op_rule;      // the class of the rules that are data
   py::object candidates;   // the class of what stands for one of several formulas
@@ -50,12 +50,12 @@ struct Callbacks {
   py::object nothing_yet;  // raised where the hooks around the scope give nothing back yet
   py::tuple plain_types;
   NormFunctions norm_functions;
-  py::object step;                  // (hook, node, number, tensor, depth) -> formula, operands, arguments
-  py::object is_right;              // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
-  py::object functions;             // this package's, by their names
-  py::object failed;                // (tensor, error): whether to raise it after all
-  py::object table;                 // (formula, arguments, dtype, like) -> the table of a function of one number, or None
-  py::object shape, dtype, number;  // what stands among a rule's arguments for the output's own
+  py::object step;                     // (hook, node, output_nr, tensor, depth) -> formula, operands, arguments
+  py::object is_right;                 // (hook, recipe, untried, node, tensor) -> whether the recipe gives the tensor
+  py::object functions;                // this package's, by their names
+  py::object failed;                   // (tensor, error): whether to raise it after all
+  py::object table;                    // (formula, arguments, dtype, like) -> the table of a function of one number, or None
+  py::object shape, dtype, output_nr;  // what stands among a rule's arguments for the output's own
 };
 
 // Set when activations_cuda.recipes is imported.

@@ -29,7 +29,7 @@ struct Hash {
   size_t operator()(const Key& key) const {
     return c10::hash<Key>()(key);
   }
-  size_t operator()(const Configuration& numbers) const { return c10::get_hash(at::IntArrayRef(numbers)); }
+  size_t operator()(const Configuration& configuration) const { return c10::get_hash(at::IntArrayRef(configuration)); }
 };
 
 // Never destroyed: values outlive this library's other variables.
@@ -63,11 +63,11 @@ void leave(Registry& registry, const Key& key, const Value* value) {
 
 int64_t configuration_of(const at::Tensor& tensor) {
   // By its offset kernels read it in vectors or not.
-  Configuration numbers = {static_cast<int64_t>(ConfigurationOf::kept_tensor), tensor.storage_offset() % 16};
-  append(numbers, tensor.scalar_type(), tensor.device());
-  append(numbers, tensor.sizes());
-  append(numbers, tensor.strides());
-  return number_of(numbers);
+  Configuration configuration = {static_cast<int64_t>(ConfigurationOf::kept_tensor), tensor.storage_offset() % 16};
+  append(configuration, tensor.scalar_type(), tensor.device());
+  append(configuration, tensor.sizes());
+  append(configuration, tensor.strides());
+  return id_of(configuration);
 }
 
 PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -226,18 +226,18 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   return object;
 }
 
-int64_t number_of(const Configuration& configuration) {
-  static auto& numbers = *new std::unordered_map<Configuration, int64_t, Hash>();
-  return numbers.emplace(configuration, static_cast<int64_t>(numbers.size())).first->second;
+int64_t id_of(const Configuration& configuration) {
+  static auto& ids = *new std::unordered_map<Configuration, int64_t, Hash>();
+  return ids.emplace(configuration, static_cast<int64_t>(ids.size())).first->second;
 }
 
-void append(Configuration& numbers, at::IntArrayRef others) {
-  numbers.append(others.begin(), others.end());
+void append(Configuration& configuration, at::IntArrayRef others) {
+  configuration.append(others.begin(), others.end());
 }
 
-void append(Configuration& numbers, at::ScalarType dtype, c10::Device device) {
-  numbers.push_back(static_cast<int64_t>(dtype));
-  numbers.push_back(static_cast<int64_t>(device.type()) << 8 | (device.index() & 0xff));
+void append(Configuration& configuration, at::ScalarType dtype, c10::Device device) {
+  configuration.push_back(static_cast<int64_t>(dtype));
+  configuration.push_back(static_cast<int64_t>(device.type()) << 8 | (device.index() & 0xff));
 }
 
 int64_t configuration_of(Value& value) {
@@ -247,16 +247,16 @@ int64_t configuration_of(Value& value) {
   return value.configuration;
 }
 
-void note(const py::object& object, const NodePointer& node, uint32_t number) {
+void note(const py::object& object, const NodePointer& node, uint32_t output_nr) {
   Value& value = value_of(object);
-  value.output_ = {node.get(), number};
+  value.output_ = {node.get(), output_nr};
   value.node_ = weak(node);
   registry()[value.output_] = &value;
   dead_ends().forget_if_among(value.output_);
 }
 
-py::object noted(const NodePointer& node, uint32_t number) {
-  const auto found = registry().find({node.get(), number});
+py::object noted(const NodePointer& node, uint32_t output_nr) {
+  const auto found = registry().find({node.get(), output_nr});
   if (found == registry().end() || found->second->node_->expired()) {
     return {};
   }
@@ -270,12 +270,12 @@ void DeadEnds::begin_derivation(Key scope_and_rules) {
   }
 }
 
-void DeadEnds::add(const NodePointer& node, uint32_t number) {
-  outputs_.insert_or_assign({node.get(), number}, weak(node));
+void DeadEnds::add(const NodePointer& node, uint32_t output_nr) {
+  outputs_.insert_or_assign({node.get(), output_nr}, weak(node));
 }
 
-bool DeadEnds::contains(const NodePointer& node, uint32_t number) const {
-  const auto found = outputs_.find({node.get(), number});
+bool DeadEnds::contains(const NodePointer& node, uint32_t output_nr) const {
+  const auto found = outputs_.find({node.get(), output_nr});
   return found != outputs_.end() && !found->second.expired();
 }
 
@@ -397,7 +397,7 @@ PyGetSetDef properties[] = {
     {"arguments", get_arguments, nullptr, nullptr, nullptr},
     {"roots", get_roots, nullptr, "the kept values that it follows from in the end", nullptr},
     {"configuration", [](PyObject* self, void*) { return PyLong_FromLongLong(value_of(self).configuration); }, nullptr,
-     "the number of all that its formula depends on but elements", nullptr},
+     "an id of all that its formula depends on but elements", nullptr},
     {"formula", [](PyObject* self, void*) { return or_none(value_of(self).formula); },
      [](PyObject* self, PyObject* formula, void*) {
        value_of(self).formula = py::reinterpret_borrow<py::object>(formula);

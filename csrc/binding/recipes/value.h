@@ -129,8 +129,8 @@ struct Value {
 
  private:
   friend struct Pass;
-  friend void note(const py::object& value, const NodePointer& node, uint32_t number);
-  friend py::object noted(const NodePointer& node, uint32_t number);
+  friend void note(const py::object& value, const NodePointer& node, uint32_t output_nr);
+  friend py::object noted(const NodePointer& node, uint32_t output_nr);
 
   // `tensor`: whose version is found; null where only its version is left.
   void check_version(int64_t found, const at::Tensor* tensor = nullptr) const;
@@ -167,17 +167,17 @@ py::object keep(const at::Tensor& tensor, const py::object& source = py::none(),
 // Set where these hooks raise in it: that error is the user's, not this library's.
 extern thread_local bool hooks_outside_have_raised;
 
-void append(Configuration& numbers, at::IntArrayRef others);
-void append(Configuration& numbers, at::ScalarType dtype, c10::Device device);
-// The number that stands for a configuration.
-int64_t number_of(const Configuration& configuration);
-// The number of a value's configuration.
+void append(Configuration& configuration, at::IntArrayRef others);
+void append(Configuration& configuration, at::ScalarType dtype, c10::Device device);
+// Equal configurations have one id.
+int64_t id_of(const Configuration& configuration);
+// The id of a value's configuration.
 int64_t configuration_of(Value& value);
 
 // From a node's output to its value, if it is alive. A registry of addresses, each with a weak reference to its node, since
 // addresses are used again.
-void note(const py::object& value, const NodePointer& node, uint32_t number);
-py::object noted(const NodePointer& node, uint32_t number);
+void note(const py::object& value, const NodePointer& node, uint32_t output_nr);
+py::object noted(const NodePointer& node, uint32_t output_nr);
 
 // Outputs that don't follow from what is noted, so that a residual stream that nobody has saved isn't searched to its beginning
 // by each of its readers. They are those of one scope and its rules, and are forgotten when one of them is noted, since others
@@ -187,8 +187,8 @@ class DeadEnds {
   using Key = std::pair<int64_t, const PyObject*>;
 
   void begin_derivation(Key scope_and_rules);
-  void add(const NodePointer& node, uint32_t number);
-  bool contains(const NodePointer& node, uint32_t number) const;
+  void add(const NodePointer& node, uint32_t output_nr);
+  bool contains(const NodePointer& node, uint32_t output_nr) const;
   void forget_if_among(const Output& output);
   void forget() { outputs_.clear(); }
 

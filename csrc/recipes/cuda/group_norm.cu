@@ -30,9 +30,9 @@ struct Scratch {
         shift(slope + norm.all_groups()) {}
 };
 
-// A number of the statistics or the weights.
+// An element of the statistics or the weights.
 template <class T>
-__device__ float number(const GroupNormGradient& norm, const void* data, int64_t i) {
+__device__ float element(const GroupNormGradient& norm, const void* data, int64_t i) {
   float result[1];
   load<T>(data, norm.weight_element, /*is_one=*/true, i, result);
   return result[0];
@@ -40,7 +40,7 @@ __device__ float number(const GroupNormGradient& norm, const void* data, int64_t
 
 template <class T>
 __device__ float weight(const GroupNormGradient& norm, int64_t channel) {
-  return norm.weight ? number<T>(norm, norm.weight, channel) : 1.0f;
+  return norm.weight ? element<T>(norm, norm.weight, channel) : 1.0f;
 }
 
 // The plane that kLanes threads have, and which of its vectors this one does: every kLanes-th, kVectors at once.
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(const GroupNormGradient
     add_up<1>(&of_product, distance);
   }
   if (threadIdx.x % kWarp == 0) {
-    const float mean = number<T>(norm, norm.mean, index), rstd = number<T>(norm, norm.rstd, index);
+    const float mean = element<T>(norm, norm.mean, index), rstd = element<T>(norm, norm.rstd, index);
     const float per_element = 1.0f / static_cast<float>(int64_t{channels} * norm.plane);
     const float slope = __fmaf_rn(of_grad, mean, -of_product) * rstd * rstd * rstd * per_element;
     scratch.slope[index] = slope;
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) input_kernel(const GroupNormGradient
   }
   const Scratch scratch(norm);
   const int64_t group = plane.index / (norm.channels / norm.groups);
-  const float scale = number<T>(norm, norm.rstd, group) * weight<T>(norm, plane.index % norm.channels);
+  const float scale = element<T>(norm, norm.rstd, group) * weight<T>(norm, plane.index % norm.channels);
   const float slope = scratch.slope[group], shift = scratch.shift[group];
   plane.template for_each<T>(norm, [&](const Vector& grad, const Vector& input, int64_t vector) {
     Vector result;
@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(kWarp* kLanes) weight_kernel(const GroupNormGr
       const int64_t read = min(sample + u * kLanes, norm.samples - 1), group = read * norm.groups + channel / channels;
       grad[u] = scratch.of_grad[read * norm.channels + channel];
       product[u] = scratch.of_product[read * norm.channels + channel];
-      mean[u] = number<T>(norm, norm.mean, group);
-      rstd[u] = number<T>(norm, norm.rstd, group);
+      mean[u] = element<T>(norm, norm.mean, group);
+      rstd[u] = element<T>(norm, norm.rstd, group);
     }
 #pragma unroll
     for (int u = 0; u < together; ++u) {

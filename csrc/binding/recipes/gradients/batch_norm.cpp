@@ -23,8 +23,8 @@
 #include "../../dtypes.h"
 #include "../../node.h"
 #include "../formulas.h"
-#include "../fusion.h"
 #include "../leaves.h"
+#include "../fusion.h"
 #include "../masks.h"
 #include "../python.h"
 #include "../verification.h"
@@ -136,15 +136,15 @@ bool passes_trial(const BatchNormSaved& saved) {
   const int64_t sizes[] = {saved.samples(), channels, plane};
   int64_t seed = 0;
   const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) { return some_numbers(sizes, of.options(), ++seed); };
-  BatchNormSaved numbers = {
+  BatchNormSaved trial = {
       some(saved.input, sizes), some(saved.weight, {channels}), some(saved.mean, {channels}), some(saved.invstd, {channels})};
   const at::Tensor grad = some(saved.input, sizes);
   if (saved.bias.defined()) {
-    numbers.bias = some(saved.bias, {channels});
+    trial.bias = some(saved.bias, {channels});
   } else if (saved.mask.defined()) {
-    numbers.mask = some(saved.input, {mask_bytes(grad.numel())}).view(at::kByte);
+    trial.mask = some(saved.input, {mask_bytes(grad.numel())}).view(at::kByte);
   }
-  return repeats_ops(grad, numbers);
+  return repeats_ops(grad, trial);
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.

@@ -86,14 +86,14 @@ variable_list by_ops(const at::Tensor& grad, const GroupNormSaved& saved, Needed
 
 // Whether the kernel gives the ops' bits for other numbers: a model's first gradients don't tell, since they are often zero.
 bool passes_trial(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed, int64_t samples, int64_t plane) {
-  GroupNormSaved numbers = saved;
-  numbers.samples = samples;
-  numbers.plane = plane;
-  numbers.input = some_like(saved.input, {samples, saved.channels, plane}, 1);
-  numbers.weight = some_like(saved.weight, {saved.channels}, 2);
-  numbers.mean = some_like(saved.mean, {samples, saved.groups}, 3);
-  numbers.rstd = some_like(saved.rstd, {samples, saved.groups}, 4);
-  return repeats_ops(some_like(grad, {samples, saved.channels, plane}, 5), numbers, needed);
+  GroupNormSaved trial = saved;
+  trial.samples = samples;
+  trial.plane = plane;
+  trial.input = some_like(saved.input, {samples, saved.channels, plane}, 1);
+  trial.weight = some_like(saved.weight, {saved.channels}, 2);
+  trial.mean = some_like(saved.mean, {samples, saved.groups}, 3);
+  trial.rstd = some_like(saved.rstd, {samples, saved.groups}, 4);
+  return repeats_ops(some_like(grad, {samples, saved.channels, plane}, 5), trial, needed);
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
@@ -129,7 +129,7 @@ class GroupNormPreHook : public NormPreHook {
   }
 
  private:
-  static int64_t number(const c10::SymInt& number) { return number.guard_int(__FILE__, __LINE__); }
+  static int64_t int_of(const c10::SymInt& symbol) { return symbol.guard_int(__FILE__, __LINE__); }
 
   // Whether the op reads the gradient and the input in the order of their dimensions, as the kernel does.
   bool is_read_in_order(const at::Tensor& grad) {
@@ -147,9 +147,9 @@ class GroupNormPreHook : public NormPreHook {
     const NodePointer pointer = pointer_to(&node_);
     return {
         dtype_of_output(node_),
-        number(node_.N),
-        number(node_.C),
-        number(node_.HxW),
+        int_of(node_.N),
+        int_of(node_.C),
+        int_of(node_.HxW),
         node_.group,
         (input.defined() ? input : node_.input_.unpack()).contiguous(),
         node_.weight_.unpack(),

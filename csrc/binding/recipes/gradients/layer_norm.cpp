@@ -102,7 +102,7 @@ variable_list by_ops(const at::Tensor& grad, const LayerNormSaved& saved, Needed
 // Whether the kernel gives the ops' bits for other numbers: a model's first gradients don't tell, since they are often zero.
 bool passes_trial(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed, int64_t rows, int64_t columns) {
   const auto& [dtype, shape, input, weight, bias, mean, rstd] = saved;
-  const LayerNormSaved numbers = {
+  const LayerNormSaved trial = {
       dtype,
       {columns},
       some_like(input, {rows, columns}, 1),
@@ -110,7 +110,7 @@ bool passes_trial(const at::Tensor& grad, const LayerNormSaved& saved, Needed ne
       some_like(bias, {columns}, 3),
       some_like(mean, {rows, 1}, 4),
       some_like(rstd, {rows, 1}, 5)};
-  return repeats_ops(some_like(grad, {rows, columns}, 6), numbers, needed);
+  return repeats_ops(some_like(grad, {rows, columns}, 6), trial, needed);
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
