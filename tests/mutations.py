@@ -104,6 +104,7 @@ VALUE_HEADER = "csrc/binding/recipes/value.h"
 WEAK_TENSOR = "csrc/binding/recipes/weak_tensor.cpp"
 COMPUTING = "csrc/binding/recipes/computing.cpp"
 COMPUTING_HEADER = "csrc/binding/recipes/computing.h"
+LOWERING = "csrc/binding/recipes/lowering.cpp"
 FUSION = "csrc/binding/recipes/fusion.cpp"
 INSTRUCTIONS = "csrc/recipes/instructions.h"
 PROGRAM = "csrc/recipes/program.h"
@@ -519,12 +520,12 @@ RECOMPUTE = [
     Mutant("a layout that nobody knows", DERIVATION, "is_cpu() && depends_on_layout(recipe) &&", "is_cpu() && false &&"),
     Mutant("other bits of a program", RECIPES + "verification.py", "each.fuses = False", "each.fuses = True"),
     Mutant("shift contracted as in affine", INSTRUCTIONS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),
-    Mutant("not rounded between ops", FUSION, "rounded_to = element_of(recipe.dtype);", "rounded_to = Element::float32;"),
-    Mutant("a second stash", FUSION, "if (is_commutative && !uses_stash_ && (", "if (is_commutative && ("),
-    Mutant("sizes of a view", FUSION, "sizes_ = found->sizes;", ""),
+    Mutant("not rounded between ops", LOWERING, "rounded_to = element_of(recipe.dtype);", "rounded_to = Element::float32;"),
+    Mutant("a second stash", LOWERING, "if (is_commutative && !uses_stash_ && (", "if (is_commutative && ("),
+    Mutant("sizes of a view", LOWERING, "lowered_.sizes = found->sizes;", ""),
     Mutant("dimensions joined for the output alone", FUSION, "continues = strides[k + 1][dim] ==", "continues = true ||"),
-    Mutant("a group's statistics for all", FUSION, "geometry.strides[k + 1][1] = leaves_[k].tensor.stride(1);", ""),
-    Mutant("subnormals that are flushed", FUSION, "root_->device->is_cpu() && flushes_subnormals()", "false"),
+    Mutant("a group's statistics for all", FUSION, "geometry.strides[k + 1][1] = tensors_[k].stride(1);", ""),
+    Mutant("subnormals that are flushed", FUSION, "root.device->is_cpu() && flushes_subnormals()", "false"),
     Mutant("bits in the other order", CPU_PROGRAM, ">> (offset % kMaskBits) & 1", ">> (7 - offset % kMaskBits) & 1"),
     Mutant("a row's end is not seen", CPU_PROGRAM, "std::min(end - at, program.size[0] - coordinate[0])", "end - at"),
     Mutant(
@@ -538,7 +539,7 @@ RECOMPUTE = [
     Mutant(
         "a part that is widened", JOIN, "value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype())", "true"
     ),
-    Mutant("an int by way of a double", FUSION, "PyLong_AsLongLongAndOverflow(given, &overflow)", "PyFloat_AsDouble(given)"),
+    Mutant("an int by way of a double", LOWERING, "PyLong_AsLongLongAndOverflow(given, &overflow)", "PyFloat_AsDouble(given)"),
     Mutant("indices that somebody has", DERIVATION, "value.held.storage().use_count() > 1", "false"),
     Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(input.sizes[-dims:]) <= 2**16", "if True"),
     Mutant("a result in a wider dtype", COMPUTING, "if (tensor.scalar_type() != dtype)", "if (false)"),
@@ -549,7 +550,7 @@ RECOMPUTE = [
         "",
     ),
     Mutant("a mask that backward needs", PACKED_MASKS, "value_of(value).replaced =", "[[maybe_unused]] const auto unused ="),
-    Mutant("a table of two operands", FUSION, "recipe.operands.size() == 1 && ", ""),
+    Mutant("a table of two operands", LOWERING, "recipe.operands.size() == 1 && ", ""),
     Mutant("any power", PROGRAM, "a == 2 || a == 3", "true"),
     Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),
 ]

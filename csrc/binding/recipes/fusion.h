@@ -10,9 +10,6 @@
 
 namespace fastact::recipes {
 
-// Of float32 or a half type.
-Element element_of(at::ScalarType dtype);
-
 // The tensor of a recipe, if a program computes it in one pass and that is worth it. `is_alone`: even of a single formula.
 // `needs_form`: not by a GPU's interpreter.
 std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false, bool needs_form = false);

@@ -24,7 +24,7 @@
 #include "../../node.h"
 #include "../formulas.h"
 #include "../leaves.h"
-#include "../fusion.h"
+#include "../lowering.h"
 #include "../masks.h"
 #include "../python.h"
 #include "../verification.h"

@@ -1,0 +1,293 @@
+#include "lowering.h"
+
+#include <ATen/WrapDimUtils.h>
+
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "../dtypes.h"
+#include "computing.h"
+
+namespace fastact::recipes {
+namespace {
+
+// Lowers one recipe.
+class Lowering {
+ public:
+  explicit Lowering(Value& root) : lowered_{&root, root.sizes, {}, {}} {}
+
+  bool append_root() {
+    Value* found = behind_view(*lowered_.root, *lowered_.root);
+    return found && (found == lowered_.root || found->readers < 2) && append(*found);
+  }
+
+  // Appends what computes a recipe's element.
+  bool append(Value& recipe) {
+    if (!recipe.fuses || !is_float_or_half(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) ||
+        !adopt_half(recipe.dtype)) {
+      return false;
+    }
+    ++formulas_;
+    Value& first = value_of(recipe.operands[0]);
+    const bool is_of_one_number = recipe.operands.size() == 1 && facts_of(recipe.formula).is_tabulated;
+    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && is_of_one_number) {
+      return append_operand(recipe, first) && append_table(recipe) && finish(recipe, 1);
+    }
+    const Facts& facts = facts_of(recipe.formula);
+    if (!facts.program || (recipe.device->is_cpu() && facts.varies_with(recipe.arguments))) {
+      return false;
+    }
+    const auto& instructions = *facts.program;
+    const bool is_binary =
+        instructions.size() == 1 && (instructions[0].opcode == Opcode::add || instructions[0].opcode == Opcode::multiply);
+    if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
+      return append_binary(recipe, instructions[0], first, value_of(recipe.operands[1]));
+    }
+    if (!append_operand(recipe, first)) {
+      return false;
+    }
+    for (const FormulaInstruction& instruction : instructions) {
+      if (!append_instruction(recipe, instruction)) {
+        return false;
+      }
+    }
+    return finish(recipe, instructions.size());
+  }
+
+  // Appends what computes the gradient, which the root is: by an instruction, and by factors if it is of those.
+  bool append_gradient(Value& input, Value& grad, Opcode opcode, Value* factors, bool is_alone) {
+    Instruction instruction = {opcode, element_of(lowered_.root->dtype), {}};
+    return adopt_half(lowered_.root->dtype) && append_operand(*lowered_.root, input) &&
+           (formulas_ > 0 || is_alone) &&  // otherwise nothing is fused, and PyTorch's op is as fast
+           add_leaf(*lowered_.root, grad, Place::broadcast, &instruction.reference[0]) &&
+           (!factors || add_leaf(*lowered_.root, *factors, Place::table, &instruction.reference[1])) && add(instruction);
+  }
+
+  // Whether one pass of this is better than PyTorch's ops. Its cast to float32 isn't in vectors on a GPU: 1.5 times the time.
+  bool is_worth_it() const {
+    const bool widens =
+        lowered_.root->dtype == at::kFloat && half_ != at::ScalarType::Undefined && !lowered_.root->device->is_cpu();
+    return formulas_ > 1 || has_norm_ || (widens && lowered_.root->formula.is(formulas().cast));
+  }
+
+  Lowered take() { return std::move(lowered_); }
+
+ private:
+  static constexpr int kMaxAttempts = 4 * Program::kMaxInstructions;  // more than any program has use for
+
+  bool adopt_half(at::ScalarType dtype) {
+    if (is_half(dtype)) {
+      const bool is_other = half_ != at::ScalarType::Undefined && half_ != dtype;
+      half_ = dtype;
+      return !is_other;
+    }
+    return true;
+  }
+
+  // Computes an operand's element as part of this program, or loads it.
+  bool append_operand(const Value& reader, Value& value) {
+    if (try_inline(reader, value)) {
+      return true;
+    }
+    Instruction instruction = {Opcode::load, Element::float32, {}};
+    return add_leaf(reader, value, Place::broadcast, &instruction.reference[0]) && add(instruction);
+  }
+
+  // Appends it if it can be part of this program and is better so. With other readers it is computed once for all of them,
+  // unless that would read no fewer tensors of the output's size than computing it here and all may be read again.
+  bool try_inline(const Value& reader, Value& value) {
+    if (!can_be_inlined(reader, value) || ++attempts_ > kMaxAttempts) {
+      return false;
+    }
+    const Lowering before = *this;
+    Value* found = behind_view(reader, value);
+    if (found && append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
+      order_ = before.order_;
+      return true;
+    }
+    restore(before);
+    return false;
+  }
+
+  // The recipe that a view of it shows, whose elements the program now counts as it does the view's, or the value itself. Null
+  // for views of what is at hand.
+  Value* behind_view(const Value& reader, Value& value) {
+    const bool counts_in_output_sizes = order_.empty() && !lowered_.is_reshaped() && reader.sizes == lowered_.sizes;
+    const bool is_reshape = value.formula.is(formulas().reshape) && counts_in_output_sizes;
+    const bool is_transpose = value.formula.is(formulas().transpose), is_permute = value.formula.is(formulas().permute);
+    if (!is_reshape && !is_transpose && !is_permute) {
+      return &value;
+    }
+    Value* const found = is_value(value.operands[0]) ? &value_of(value.operands[0]) : nullptr;
+    if (!found || !may_be_part(*found)) {
+      return nullptr;
+    }
+    if (is_reshape) {
+      lowered_.sizes = found->sizes;
+      return found;
+    }
+    const size_t dims = value.sizes.size();
+    if (order_.empty()) {
+      order_.resize(dims);
+      std::iota(order_.begin(), order_.end(), 0);
+    }
+    const auto wrap = [&](py::handle dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };
+    const Objects& given = value.arguments;
+    if (is_transpose) {
+      std::swap(order_[wrap(given[0])], order_[wrap(given[1])]);
+    } else {
+      const at::DimVector outer = order_;
+      for (size_t dim = 0; dim < dims; ++dim) {
+        order_[wrap(py::tuple(given[0])[dim])] = outer[dim];
+      }
+    }
+    return found;
+  }
+
+  // Undoes an attempt, but for having made it: of sums of sums each would be made twice by the one behind it.
+  void restore(const Lowering& before) {
+    const int attempts = attempts_;
+    *this = before;
+    attempts_ = attempts;
+  }
+
+  static bool may_be_part(const Value& value) {
+    return value.is_recipe() && !value.remembers() && !value.must_be_computed_once();
+  }
+
+  static bool can_be_inlined(const Value& reader, const Value& value) {
+    return may_be_part(value) && !is_cast_back(value) && value.sizes == reader.sizes;
+  }
+
+  // x + alpha * y or x * y, where either may be part of the program, or both.
+  bool append_binary(Value& recipe, const FormulaInstruction& formula, Value& x, Value& y) {
+    for (const Value* each : {&x, &y}) {
+      if (each->dtype_of() != recipe.dtype && recipe.dtype != at::kFloat) {
+        return false;  // rounded before the op
+      }
+    }
+    Instruction instruction = {formula.opcode, Element::float32, {}};
+    if (formula.references.size() > 1 && !set_number(recipe, formula.references[1], &instruction.reference[1])) {
+      return false;
+    }
+    const bool is_commutative = formula.references.size() == 1 || instruction.reference[1].number == 1;
+    const bool is_smaller = x.sizes_of() != at::IntArrayRef(recipe.sizes);
+    if (is_commutative && !uses_stash_ && (try_inline(recipe, y) || (is_smaller && append_operand(recipe, y)))) {
+      const Lowering with_y = *this;
+      if (!uses_stash_ && can_be_inlined(recipe, x)) {
+        add({Opcode::stash, Element::float32, {}});
+        uses_stash_ = true;
+        if (try_inline(recipe, x)) {
+          instruction.reference[0].operand = Reference::kStash;
+          return add(instruction) && finish(recipe, 1);
+        }
+        restore(with_y);
+      }
+      return add_leaf(recipe, x, Place::broadcast, &instruction.reference[0]) && add(instruction) && finish(recipe, 1);
+    }
+    return append_operand(recipe, x) && add_leaf(recipe, y, Place::broadcast, &instruction.reference[0]) && add(instruction) &&
+           finish(recipe, 1);
+  }
+
+  bool append_table(Value& recipe) {
+    lowered_.leaves.push_back({nullptr, &recipe, Place::table, false, {}});
+    Instruction instruction = {Opcode::look_up, Element::float32, {}};
+    instruction.reference[0].operand = static_cast<int8_t>(lowered_.leaves.size() - 1);
+    return lowered_.leaves.size() <= Program::kMaxOperands && add(instruction);
+  }
+
+  bool append_instruction(Value& recipe, const FormulaInstruction& formula) {
+    Instruction instruction = {formula.opcode, formula.is_rounded ? element_of(recipe.dtype) : Element::float32, {}};
+    has_norm_ |= is_norm(formula.opcode);
+    for (size_t k = 0; k < formula.references.size(); ++k) {
+      const FormulaReference& reference = formula.references[k];
+      const bool is_operand = reference.operand >= 0 && is_value(recipe.operands[reference.operand]);
+      const bool is_set =
+          is_operand
+              ? add_leaf(recipe, value_of(recipe.operands[reference.operand]), reference.place, &instruction.reference[k])
+              : set_number(recipe, reference, &instruction.reference[k]);
+      if (!is_set) {
+        return false;
+      }
+    }
+    return (instruction.opcode != Opcode::power || is_known_exponent(instruction.reference[0].number)) && add(instruction);
+  }
+
+  // A reference to a number: of the formula, an argument, or an operand that is one or None.
+  static bool set_number(const Value& recipe, const FormulaReference& reference, Reference* to) {
+    if (reference.argument >= static_cast<int>(recipe.arguments.size())) {
+      return false;
+    }
+    PyObject* given = reference.operand >= 0    ? recipe.operands[reference.operand].ptr()
+                      : reference.argument >= 0 ? recipe.arguments[reference.argument].ptr()
+                                                : Py_None;
+    *to = {Reference::kNumber, reference.number};
+    if (given == Py_None) {
+      return reference.argument < 0;
+    }
+    if (PyFloat_Check(given)) {
+      to->number = static_cast<float>(PyFloat_AsDouble(given));
+    } else if (PyLong_Check(given)) {
+      int overflow = 0;
+      to->number = static_cast<float>(PyLong_AsLongLongAndOverflow(given, &overflow));  // rounded once, unlike a double
+      return overflow == 0;
+    } else {
+      return false;
+    }
+    return !std::isnan(to->number);  // as a bound it would be ignored
+  }
+
+  bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
+    // A mask that is broadcast isn't read eight at a time.
+    const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) && value.sizes == reader.sizes;
+    if (lowered_.leaves.size() == Program::kMaxOperands || (!order_.empty() && (is_bits || place != Place::broadcast)) ||
+        (!is_bits && (!is_float_or_half(value.dtype_of()) || !adopt_half(value.dtype_of())))) {
+      return false;
+    }
+    reference->operand = static_cast<int8_t>(lowered_.leaves.size());
+    lowered_.leaves.push_back({&value, &reader, place, is_bits, order_});
+    dense_ += !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes);
+    return true;
+  }
+
+  bool add(const Instruction& instruction) {
+    lowered_.instructions.push_back(instruction);
+    return lowered_.instructions.size() <= Program::kMaxInstructions;
+  }
+
+  // Rounds as the op did when it stored its result. A cast has no instruction of its own: it rounds the one before.
+  bool finish(const Value& recipe, size_t own_instructions) {
+    Element& rounded_to = lowered_.instructions.back().rounded_to;
+    if (own_instructions > 0 || rounded_to == Element::float32) {
+      rounded_to = element_of(recipe.dtype);
+    }
+    return true;
+  }
+
+  Lowered lowered_;
+  at::DimVector order_;  // of what is appended, as a leaf's
+  at::ScalarType half_ = at::ScalarType::Undefined;
+  int formulas_ = 0, dense_ = 0, attempts_ = 0;
+  bool has_norm_ = false, uses_stash_ = false;
+};
+
+}  // namespace
+
+Element element_of(at::ScalarType dtype) {
+  return dtype == at::kHalf ? Element::float16 : dtype == at::kBFloat16 ? Element::bfloat16 : Element::float32;
+}
+
+std::optional<Lowered> lowered(Value& recipe, bool is_alone) {
+  Lowering lowering(recipe);
+  return lowering.append_root() && (is_alone || lowering.is_worth_it()) ? std::optional(lowering.take()) : std::nullopt;
+}
+
+std::optional<Lowered> lowered_gradient(
+    Value& gradient, Value& input, Value& grad, Opcode opcode, Value* factors, bool is_alone) {
+  Lowering lowering(gradient);
+  const bool is_appended = lowering.append_gradient(input, grad, opcode, factors, is_alone);
+  return is_appended ? std::optional(lowering.take()) : std::nullopt;
+}
+
+}  // namespace fastact::recipes
