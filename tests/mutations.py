@@ -213,7 +213,7 @@ ON = {
         Mutant(
             "hooks outside asked twice",
             BATCH_NORM,
-            "value && !value_of(value).hooks_outside && !value_of(value).follows_from_outside()",
+            "value && !value_of(value).outside && !value_of(value).follows_from_outside()",
             "static_cast<bool>(value)",
         ),
         Mutant("any slopes", BATCH_NORM, "slopes.inside == 1 && slopes.outside == 0 && ", ""),
@@ -421,7 +421,7 @@ RECOMPUTE = [
     Mutant("what is overwritten is kept", HOOK, "keep(clone, value_of(value).source, outer);", "value;"),
     Mutant("a part says how it was laid out", JOIN, "value_of(value).is_rearranged = true;", ""),
     Mutant("a half says how it was laid out", DERIVATION, "value_of(recipe.operands[0]).is_rearranged = true;", ""),
-    Mutant("what hooks around have is current", VALUE, "int64_t{version_outside.current_version()}", "version"),
+    Mutant("what hooks around have is current", VALUE, "int64_t{outside->version.current_version()}", "version"),
     Mutant(
         "a recipe of what is overwritten", HOOK, "value_of(value).is_recipe() && !is_written", "value_of(value).is_recipe()"
     ),
@@ -532,7 +532,7 @@ RECOMPUTE = [
         "the last bool is not packed", CPU_MASKS, "end - first); ++i) {\n      packed", "end - first - 1); ++i) {\n      packed"
     ),
     Mutant("a mask that was written to", PACKED_MASKS, "value_of(value).stands_for(owner)", "true"),
-    Mutant("hooks give back what was written to", COMPUTING, "check_version(version_given_back, &result);", ""),
+    Mutant("hooks give back what was written to", COMPUTING, "check_version(outside->version_given_back, &result);", ""),
     Mutant("a mask by its memory alone", PACKED_MASKS, "!is_same_counter(*value_of(value).replaced, counter)", "false"),
     Mutant("what was freed is none", OPERANDS, "data.is_none() && was_freed(step, name)", "false"),
     Mutant("what isn't saved is none", OPERANDS, "edge.function && value && value.is_none()", "false"),

@@ -174,9 +174,9 @@ Value::~Value() {
 at::Tensor Value::tensor(bool* is_temporary) {
   at::Tensor result = find_or_compute(is_temporary);
   // Hooks that have no copy give back the tensor itself. What they give to its own saver is their business.
-  if (memory_outside && result.has_storage() &&
-      memory_outside->_unsafe_get_target() == result.storage().unsafeGetStorageImpl()) {
-    check_version(version_given_back, &result);
+  if (outside && outside->memory && result.has_storage() &&
+      outside->memory->_unsafe_get_target() == result.storage().unsafeGetStorageImpl()) {
+    check_version(outside->version_given_back, &result);
   }
   return result;
 }
@@ -246,7 +246,7 @@ at::Tensor Value::compute(bool* is_temporary) {
     }
     return held;
   }
-  if (held_outside) {
+  if (outside) {
     const py::object result = fetch();
     const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
     return has_strides ? in_strides(tensor, strides) : tensor;
@@ -306,13 +306,13 @@ at::ScalarType Value::half() {
 
 py::object Value::fetch() {
   const TorchFunction function(TorchFunction::State::ENABLED);  // as autograd calls hooks
-  const auto hooks = py::reinterpret_borrow<py::tuple>(hooks_outside);
+  const auto hooks = py::reinterpret_borrow<py::tuple>(outside->hooks);
   py::object result;
-  version_given_back = version_outside.current_version();  // before the hooks write to its memory, as some do
+  outside->version_given_back = outside->version.current_version();  // before the hooks write to its memory, as some do
   try {
-    result = hooks[1](held_outside);
+    result = hooks[1](outside->packed);
     if (Packing::current && THPVariable_Check(result.ptr())) {
-      held_outside = hooks[0](result);
+      outside->packed = hooks[0](result);
     }
   } catch (py::error_already_set& error) {
     if (!Packing::current || !error.matches(PyExc_Exception)) {

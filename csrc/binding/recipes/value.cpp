@@ -122,13 +122,12 @@ bool Value::stands_for(const at::Tensor& tensor) const {
     return is_copy ? held.dtype() == tensor.dtype() && held.sizes() == tensor.sizes() && held.strides() == tensor.strides()
                    : is_same_memory(held, tensor);
   }
-  return (has_strides || held_outside) && tensor.sizes() == at::IntArrayRef(sizes) &&
-         tensor.strides() == at::IntArrayRef(strides);
+  return (has_strides || outside) && tensor.sizes() == at::IntArrayRef(sizes) && tensor.strides() == at::IntArrayRef(strides);
 }
 
 bool Value::is_current() const {
   if (!is_recipe()) {
-    return (held.defined() ? version_of(held) : int64_t{version_outside.current_version()}) == version;
+    return (held.defined() ? version_of(held) : int64_t{outside->version.current_version()}) == version;
   }
   // What it replaces may have been written to where autograd doesn't see it, and others may read that.
   return (!replaced || int64_t{replaced->current_version()} == version) &&
@@ -137,7 +136,7 @@ bool Value::is_current() const {
 
 bool Value::follows_from_outside() const {
   return std::any_of(
-      roots.begin(), roots.end(), [](const py::object& root) { return static_cast<bool>(value_of(root).hooks_outside); });
+      roots.begin(), roots.end(), [](const py::object& root) { return static_cast<bool>(value_of(root).outside); });
 }
 
 void Value::check_unwritten() const {
@@ -207,18 +206,17 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
     value.held = is_itself ? tensor : at::Tensor(tensor.tensor_data());
     return object;
   }
+  value.outside = std::make_unique<Outside>(Outside{hooks, torch::autograd::impl::version_counter(tensor)});
   if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
     value.take_layout_of(tensor);
     value.has_strides = is_dense(value.sizes, value.strides);  // others, as of what is expanded, the hooks needn't restore
     value.configuration = configuration_of(tensor);
     if (tensor.has_storage()) {
-      value.memory_outside = tensor.storage().getWeakStorageImpl();
+      value.outside->memory = tensor.storage().getWeakStorageImpl();
     }
   }
-  value.hooks_outside = hooks;
-  value.version_outside = torch::autograd::impl::version_counter(tensor);
   try {
-    value.held_outside = py::tuple(hooks)[0](wrapped(tensor));
+    value.outside->packed = py::tuple(hooks)[0](wrapped(tensor));
   } catch (...) {
     hooks_outside_have_raised = true;
     throw;
@@ -380,7 +378,7 @@ PyObject* or_none(py::object object) {
 PyObject* get_held(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   const Value& value = value_of(self);
-  return value.held.defined() ? THPVariable_Wrap(value.held) : or_none(value.held_outside);
+  return value.held.defined() ? THPVariable_Wrap(value.held) : or_none(value.outside ? value.outside->packed : py::object());
   END_HANDLE_TH_ERRORS
 }
 

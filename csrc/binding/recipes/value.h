@@ -43,6 +43,15 @@ static_assert(static_cast<int64_t>(ConfigurationOf::equal) == -1);
 struct NormCall;
 struct Pass;
 
+// What the hooks around a scope have of a tensor.
+struct Outside {
+  py::object hooks;                                                 // a pair
+  c10::VariableVersion version;                                     // of the tensor, which counts on
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;  // its memory, if it has any
+  py::object packed;                                                // what they made of it
+  int64_t version_given_back = 0;                                   // its count before they last gave it back
+};
+
 struct Value {
   Value() = default;
   Value(const Value&) = delete;
@@ -104,14 +113,11 @@ struct Value {
   std::unique_ptr<const at::DimVector> strides_of_output;
   int64_t configuration = -1;
 
-  // What is kept: a tensor, or what the hooks around the scope made of it.
+  // What is kept: a tensor, or what the hooks around the scope have.
   at::Tensor held;
-  bool is_copy = false;                    // of the output that it stands for, which somebody else may have, too
-  bool is_rearranged = false;              // a copy, whose strides may not be those of the tensor that ops have read
-  py::object held_outside, hooks_outside;  // the latter a pair
-  c10::VariableVersion version_outside;    // of the tensor that those were given, which counts on
-  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> memory_outside;  // its memory
-  int64_t version_given_back = 0;                                           // its count before they last gave it back
+  bool is_copy = false;              // of the output that it stands for, which somebody else may have, too
+  bool is_rearranged = false;        // a copy, whose strides may not be those of the tensor that ops have read
+  std::unique_ptr<Outside> outside;  // or null; by pointer, as above
   int64_t stream = 0;
   bool is_private = false;                    // a parameter that only what saved it may read
   py::object copy;                            // what recipes read in its place (leaves.h, calls.h), or null

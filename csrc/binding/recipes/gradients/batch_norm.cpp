@@ -164,7 +164,7 @@ bool fits(const at::Tensor& grad, const BatchNormSaved& saved) {
 // Whether what a node has saved may be read, and again by the node: the hooks around the scope may give a tensor back once.
 bool may_be_read_twice(Node& node, const SavedVariable& saved) {
   return with_value(node, saved, [](const py::object& value) {
-    return value && !value_of(value).hooks_outside && !value_of(value).follows_from_outside();
+    return value && !value_of(value).outside && !value_of(value).follows_from_outside();
   });
 }
 
