@@ -456,9 +456,7 @@ RECOMPUTE = [
     ),
     Mutant("formulas of subclasses", COMPUTING, "TorchFunction::State::ALL_DISABLED", "TorchFunction::State::ENABLED"),
     Mutant("other data", VALUE, ": is_same_memory(held, tensor);", ": true;"),
-    Mutant(
-        "a configuration for each position", DERIVATION, "is_movement ? id_of_position", "is_tabulated ? id_of_position"
-    ),
+    Mutant("a configuration for each position", DERIVATION, "is_movement ? id_of_position", "is_tabulated ? id_of_position"),
     Mutant("sums of multiples in any strides", RECIPES + "formulas.py", "return alpha != 1", "return False"),
     Mutant("the sign of a zero behind layer norm", RECIPES + "norms.py", ", on_cpu=(layer_norm_centered_on_cpu,)", ""),
     Mutant("the caller of whatever calls the op", HOOK, "return called && !(", "return called || !("),

@@ -30,6 +30,7 @@
 #include "../../codes/kernels.h"
 #include "../devices.h"
 #include "../dtypes.h"
+#include "../identical.h"
 #include "launch.h"
 #include "numbering.h"
 
@@ -69,12 +70,6 @@ Patterns with_one_nan(const Tensor& tensor) {
   return to_vector<uint16_t>(at::where(
       tensor.isnan(), at::scalar_tensor(int16_t{kNaN}, at::dtype(at::kShort).device(tensor.device())),
       tensor.view(at::kShort)));
-}
-
-// Whether two tensors have the same bits, but for the payload of NaN.
-bool are_equal(const Tensor& a, const Tensor& b) {
-  const Tensor same = a.view(at::kShort).eq(b.view(at::kShort));
-  return same.logical_or(a.isnan().logical_and(b.isnan())).all().item<bool>();
 }
 
 // Gradients to compare with: special values and some of every magnitude.
@@ -202,8 +197,8 @@ bool agrees_with_pytorch(const Smooth& activation, const Tables& tables, at::Sca
   const Tensor x = all_inputs(dtype, device).unsqueeze(0).expand({grads.size(0), kPatterns}).contiguous();
   const Tensor grad = grads.unsqueeze(1).expand_as(x).contiguous();
   const auto [output, code] = encode(activation, tables, x, /*with_code=*/true);
-  return are_equal(output, activation.forward(x)) &&
-         are_equal(backward(activation, tables, grad, output, code, x.strides()), activation.backward(grad, x));
+  return is_identical(output, activation.forward(x)) &&
+         is_identical(backward(activation, tables, grad, output, code, x.strides()), activation.backward(grad, x));
 }
 
 // Whether PyTorch can be asked for all that it may compute. Not without oneDNN, which may be enabled later.

@@ -7,13 +7,6 @@
 
 namespace fastact::recipes {
 
-bool is_identical(const at::Tensor& tensor, const at::Tensor& other) {
-  const auto bits = tensor.element_size() == sizeof(float) ? at::kInt : at::kShort;
-  const at::Tensor of_tensor = tensor.view(bits), of_other = other.view(bits);
-  return of_tensor.equal(of_other) ||
-         of_tensor.eq(of_other).logical_or_(tensor.isnan().logical_and_(other.isnan())).all().item<bool>();
-}
-
 bool are_identical(at::TensorList tensors, at::TensorList others) {
   return std::equal(tensors.begin(), tensors.end(), others.begin(), others.end(), [](const auto& tensor, const auto& other) {
     return tensor.defined() == other.defined() && (!tensor.defined() || is_identical(tensor, other));

@@ -9,12 +9,12 @@
 #include <optional>
 
 #include "../devices.h"
+#include "../identical.h"
 
 namespace fastact::recipes {
 
-// Whether two tensors of a dtype of 16 or 32 bits have the same bits, or are NaN in the same places. Waits for the device.
-bool is_identical(const at::Tensor& tensor, const at::Tensor& other);
-bool are_identical(at::TensorList tensors, at::TensorList others);  // those that are defined
+// As is_identical(), of those that are defined.
+bool are_identical(at::TensorList tensors, at::TensorList others);
 
 // Numbers of either sign, from 1/8 to 2 in magnitude, that look random: float32 or of a half type.
 at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_t seed);

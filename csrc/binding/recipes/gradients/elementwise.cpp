@@ -208,8 +208,7 @@ class ElementwisePreHook : public PreHook {
   bool may_be_faster(const Objects& saved) const {
     bool has_recipe = false;
     for (size_t i = 0; i < saved.size(); ++i) {
-      if (is_needed(i) ? !saved[i]
-                       : saved[i] && (value_of(saved[i]).outside || value_of(saved[i]).follows_from_outside())) {
+      if (is_needed(i) ? !saved[i] : saved[i] && (value_of(saved[i]).outside || value_of(saved[i]).follows_from_outside())) {
         return false;
       }
       has_recipe |= is_needed(i) && value_of(saved[i]).is_recipe();
