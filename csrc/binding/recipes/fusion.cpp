@@ -161,7 +161,7 @@ bool Run::read_leaves() {
     if (leaf.place == Place::table) {
       continue;
     }
-    if (!leaf.order.empty() || leaf.reader->sizes != sizes) {
+    if (!leaf.order.empty() || leaf.reader->sizes != lowered_.sizes) {
       const auto view = leaf.is_bits         ? std::nullopt
                         : leaf.order.empty() ? viewed(tensor, leaf.reader->sizes, sizes)
                                              : permuted(tensor, leaf, sizes);
