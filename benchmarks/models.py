@@ -113,14 +113,18 @@ def yolo_like(widths=(32, 64, 128, 256, 512)):
 class Language(nn.Module):
     """A model of transformers: the logits of each token sequence or, if it is one that predicts tokens, of each token."""
 
-    def __init__(self, name, config, **options):
+    def __init__(self, model):
         super().__init__()
-        import transformers
-
-        self.model = getattr(transformers, name)(getattr(transformers, config)(num_labels=1000, pad_token_id=0, **options))
+        self.model = model
 
     def forward(self, tokens):
         return self.model(tokens).logits.flatten(0, -2)
+
+
+def from_transformers(name, config, **options):
+    import transformers
+
+    return Language(getattr(transformers, name)(getattr(transformers, config)(num_labels=1000, pad_token_id=0, **options)))
 
 
 @dataclass(frozen=True)
@@ -160,12 +164,12 @@ MODELS = {
     "timm mobilevit_s": Smooth(lambda: from_timm("mobilevit_s"), (64, 3, 256, 256)),
     "YOLO-like": Smooth(yolo_like, (64, 3, 320, 320)),
     "BERT-base": Smooth(
-        lambda: Language("BertForSequenceClassification", "BertConfig", hidden_act="gelu"),
+        lambda: from_transformers("BertForSequenceClassification", "BertConfig", hidden_act="gelu"),
         (32, 512),
         vocabulary=30522,
     ),
     "GPT-2": Smooth(
-        lambda: Language("GPT2ForSequenceClassification", "GPT2Config", activation_function="gelu_pytorch_tanh"),
+        lambda: from_transformers("GPT2ForSequenceClassification", "GPT2Config", activation_function="gelu_pytorch_tanh"),
         (16, 1024),
         vocabulary=50257,
     ),

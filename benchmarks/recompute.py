@@ -21,7 +21,6 @@ import activations_cuda
 from benchmarks import record
 from benchmarks.models import (
     IMAGE,
-    Language,
     Training,
     autocast,
     chosen_models,
@@ -29,6 +28,7 @@ from benchmarks.models import (
     deterministic,
     free_memory,
     from_torchvision,
+    from_transformers,
     is_short,
     same,
     table,
@@ -85,7 +85,7 @@ def diffusion_blocks(width=128, depth=4):
 
 def llama(name="LlamaForSequenceClassification"):
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16}
-    return Language(name, "LlamaConfig", vocab_size=32000, **sizes).bfloat16()
+    return from_transformers(name, "LlamaConfig", vocab_size=32000, **sizes).bfloat16()
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def vision(name, batch, memory_at_most=None, kernels_at_most=None, dtype=torch.b
 
 
 def language(name, config, **options):
-    return partial(Language, name, config, **options)
+    return partial(from_transformers, name, config, **options)
 
 
 GPT2_BY_TANH = language("GPT2ForSequenceClassification", "GPT2Config", activation_function="gelu_pytorch_tanh")

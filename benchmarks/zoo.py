@@ -1,9 +1,9 @@
-"""Trains nets of timm and torchvision for a few steps on the GPU at hand, unmodified and by convert(net, batch,
-recompute=True): whether the bits stay the same, and the peak memory of a step.
+"""Trains small nets of timm, torchvision and transformers for a few steps on the GPU at hand, unmodified and by convert(net,
+batch, recompute=True): whether the bits stay the same, and the peak memory of a step.
 
-It takes the first small net of each module of timm and all small classifiers of torchvision, in one dtype and layout after the
-other. Several are trained at a time: no time is measured. Writes benchmarks/results/<device>-zoo.json. Exits with 1 if losses,
-weights or buffers differ in a net that repeats itself, if a step needs more memory, or if one fails that doesn't unmodified.
+It takes the nets of benchmarks/catalogue.py in one dtype and layout after the other, several at a time: no time is measured.
+Nets that don't train unmodified are skipped. Writes benchmarks/results/<device>-zoo.json. Exits with 1 if losses, weights or
+buffers differ in a net that repeats itself, if a step needs more memory, or if one fails that doesn't unmodified.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import statistics
 import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 
 import torch
@@ -22,55 +21,13 @@ from tqdm import tqdm
 
 import activations_cuda
 from benchmarks import record
-from benchmarks.models import GIB, Training, autocast, deterministic, free_memory, from_timm, from_torchvision, same
+from benchmarks.catalogue import choices
+from benchmarks.models import GIB, Training, autocast, deterministic, free_memory, same
 
-BATCH = 16
 STEPS = 3  # whose losses are compared, and the weights and buffers after them
-MAX_PARAMETERS = 40e6
 DTYPES = torch.bfloat16, torch.bfloat16, torch.float16, torch.float32  # of autocast
 FORMATS = torch.channels_last, torch.channels_last, torch.contiguous_format
 WORKERS = max(1, min(8, len(os.sched_getaffinity(0))))  # which share the GPU's memory
-
-
-def parameters_of(name):
-    """How many a net of timm has, which is made without them if it can be."""
-    try:
-        with torch.device("meta"):
-            net = from_timm(name)
-    except (NotImplementedError, RuntimeError):  # it computes with what it makes
-        net = from_timm(name)
-    return sum(parameter.numel() for parameter in net.parameters())
-
-
-def of_timm(module):
-    """The first small net of a module: its name, itself and what size of images it is meant for. None if there is none."""
-    import timm
-
-    for name in timm.list_models(module=module):
-        if parameters_of(name) <= MAX_PARAMETERS:
-            net = from_timm(name)
-            return f"timm {name}", net, net.pretrained_cfg["input_size"]
-    return None
-
-
-def of_torchvision(name):
-    import torchvision
-
-    weights = torchvision.models.get_model_weights(name).DEFAULT
-    if weights.meta["num_params"] > MAX_PARAMETERS:
-        return None
-    size = weights.transforms().crop_size[0]
-    return f"torchvision {name}", from_torchvision(name, weights=None), (3, size, size)
-
-
-def choices():
-    import timm
-    import torchvision
-
-    for module in timm.list_modules():
-        yield partial(of_timm, module)
-    for name in torchvision.models.list_models(module=torchvision.models):
-        yield partial(of_torchvision, name)
 
 
 def with_logits(net):
@@ -101,30 +58,28 @@ def measure(choice, dtype, memory_format):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = choice()
-    if found is None:
-        return None
-    name, net, size = found
-    row = {
-        "net": name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "memory_format": str(memory_format).removeprefix("torch."),
-    }
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.dim() == 1:  # of zeros and ones, as norms and gates begin with, many formulas make the same
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    row = {"net": " ".join(choice.args), "dtype": str(dtype).removeprefix("torch.")}
     try:
+        found = choice()
+        if found is None:
+            return None
+        row["net"], net, batch = found
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.dim() == 1:  # of zeros and ones, as norms and gates begin with, many formulas make the same
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
         earlier = free_memory()
-        net = net.cuda().to(memory_format=memory_format).train()
-        batch = torch.randn(BATCH, *size).cuda().to(memory_format=memory_format)
+        net, batch = net.cuda().train(), batch.cuda()
+        if batch.dim() == 4:
+            row["memory_format"] = str(memory_format).removeprefix("torch.")
+            net, batch = net.to(memory_format=memory_format), batch.to(memory_format=memory_format)
         fresh = copy.deepcopy(net)
         before = trained(net, batch, dtype)
     except Exception as error:
         return {**row, "skipped": f"{type(error).__name__}: {error}"}  # unmodified
     try:
         with autocast(dtype):
-            converted = activations_cuda.convert(copy.deepcopy(fresh), batch.to("meta"), recompute=True)
+            converted = activations_cuda.convert(copy.deepcopy(fresh), batch, recompute=True)
         after = trained(converted, batch, dtype)
         equal = is_equal(before, after)
         if not equal and not is_equal(before, trained(fresh, batch, dtype)):
@@ -159,10 +114,12 @@ def main():
                 row = {"failure": repr(error)}
             if row:
                 rows.append(row)
-                record.write(path, {**origin, "batch": BATCH, "steps": STEPS, "rows": rows})
-    print(tabulate(rows, headers="keys", disable_numparse=True))
+                record.write(path, {**origin, "steps": STEPS, "rows": rows})
+    print(tabulate(rows, headers="keys", disable_numparse=True, maxcolwidths=60))
     memory = [row["memory"] for row in rows if "memory" in row]
-    print(f"\n{len(memory)} nets; memory: {min(memory):.2f} to {max(memory):.2f}, median {statistics.median(memory):.2f}.")
+    skipped = sum("skipped" in row for row in rows)
+    print(f"\n{len(memory)} nets; memory: {min(memory):.2f} to {max(memory):.2f}, median {statistics.median(memory):.2f};")
+    print(f"{skipped} don't train unmodified.")
     print("equal: None where two unmodified trainings differ. gib: the peak of a step, with the weights and their momentum.")
     sys.exit(1 if any(map(is_short, rows)) else 0)
 
