@@ -1,7 +1,7 @@
 """Small nets of timm, torchvision and transformers: what benchmarks.zoo trains.
 
-Each choice is a function without arguments, which returns a name, a net and a batch for it, or None if there is no small net. A
-net of transformers is narrow, and has two layers and random weights.
+Each choice has a label and a function without arguments, which returns a name, a net and a batch for it, or None if there is no
+small net. A net of transformers is narrow, and has two layers and random weights.
 """
 
 from contextlib import suppress
@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.models import Language, from_timm, from_torchvision
+from benchmarks.models import Logits, from_timm, from_torchvision
 
 BATCH = 16
 TOKENS = 128  # of a sequence
@@ -28,7 +28,7 @@ SMALL = {
 
 
 def parameters_of(create):
-    """How many a net has, which is made without them if it can be."""
+    """The number of a net's parameters. It is created on the meta device if possible, without allocating them."""
     try:
         with torch.device("meta"):
             net = create()
@@ -60,34 +60,35 @@ def of_torchvision(name):
 
 def small(config):
     """A configuration of transformers, narrow and of two layers."""
+    values = {"use_cache": False}
     for most, names in SMALL.items():
-        for name in names.split():
-            if isinstance(getattr(config, name, None), int):
-                with suppress(AttributeError):  # computed from others
-                    setattr(config, name, min(most, getattr(config, name)))
+        found = {name: getattr(config, name, None) for name in names.split()}
+        values |= {name: min(most, value) for name, value in found.items() if isinstance(value, int)}
     for name in "layer_types", "mlp_layer_types":  # of each layer
         if kinds := getattr(config, name, None):
-            setattr(config, name, (list(dict.fromkeys(kinds)) * 2)[:2])
-    for name in "pad_token_id", "bos_token_id", "eos_token_id":  # within the vocabulary
+            values[name] = (list(dict.fromkeys(kinds)) * 2)[:2]
+    for name in "pad_token_id", "bos_token_id", "eos_token_id":
         if getattr(config, name, None) is not None:
-            setattr(config, name, 0)
-    config.use_cache = False
+            values[name] = 0  # within the vocabulary
+    for name, value in values.items():
+        with suppress(AttributeError, NotImplementedError):  # computed from others
+            setattr(config, name, value)
     return config
 
 
-def of_transformers(kind, name):
+def of_transformers(model_type, name):
     import transformers
 
-    config = small(transformers.CONFIG_MAPPING[kind]())
+    config = small(transformers.CONFIG_MAPPING[model_type]())
     create = partial(getattr(transformers, name), config)
     if parameters_of(create) > MAX_PARAMETERS:
         return None
     if "ImageClassification" in name:
         size = getattr(config, "image_size", 224)
-        batch = torch.randn(BATCH, 3, size, size)
+        batch = torch.randn(BATCH, 3, *((size, size) if isinstance(size, int) else size))
     else:
         batch = torch.randint(1, config.vocab_size, (BATCH, TOKENS))
-    return f"transformers {name}", Language(create()), batch
+    return f"transformers {name}", Logits(create()), batch
 
 
 def choices():
@@ -96,14 +97,12 @@ def choices():
     from transformers.models.auto import modeling_auto
 
     for module in timm.list_modules():
-        yield partial(of_timm, module)
+        yield f"timm {module}", partial(of_timm, module)
     for name in torchvision.models.list_models(module=torchvision.models):
-        yield partial(of_torchvision, name)
-    heads = (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    )
-    for names in heads:
-        for name, kind in {name: kind for kind, name in names.items() if isinstance(name, str)}.items():
-            yield partial(of_transformers, kind, name)
+        yield f"torchvision {name}", partial(of_torchvision, name)
+    model_types = {}
+    for head in "CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION":
+        names = getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES")
+        model_types |= {name: model_type for model_type, name in names.items() if isinstance(name, str)}
+    for name, model_type in model_types.items():
+        yield f"transformers {name}", partial(of_transformers, model_type, name)

@@ -110,21 +110,21 @@ def yolo_like(widths=(32, 64, 128, 256, 512)):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000))
 
 
-class Language(nn.Module):
-    """A model of transformers: the logits of each token sequence or, if it is one that predicts tokens, of each token."""
+class Logits(nn.Module):
+    """A model of transformers, which returns logits alone: of each sequence or image or, if it predicts tokens, each token."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens):
-        return self.model(tokens).logits.flatten(0, -2)
+    def forward(self, inputs):
+        return self.model(inputs).logits.flatten(0, -2)
 
 
 def from_transformers(name, config, **options):
     import transformers
 
-    return Language(getattr(transformers, name)(getattr(transformers, config)(num_labels=1000, pad_token_id=0, **options)))
+    return Logits(getattr(transformers, name)(getattr(transformers, config)(num_labels=1000, pad_token_id=0, **options)))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ batch, recompute=True): whether the bits stay the same, and the peak memory of a
 
 It takes the nets of benchmarks/catalogue.py in one dtype and layout after the other, several at a time: no time is measured.
 Nets that don't train unmodified are skipped. Writes benchmarks/results/<device>-zoo.json. Exits with 1 if losses, weights or
-buffers differ in a net that repeats itself, if a step needs more memory, or if one fails that doesn't unmodified.
+buffers differ in a net that repeats itself, if a step needs more memory, or if a net fails that trains unmodified.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import activations_cuda
 from benchmarks import record
-from benchmarks.catalogue import choices
+from benchmarks.catalogue import BATCH, TOKENS, choices
 from benchmarks.models import GIB, Training, autocast, deterministic, free_memory, same
 
 STEPS = 3  # whose losses are compared, and the weights and buffers after them
@@ -53,12 +53,12 @@ def is_equal(*trainings):
     return equal["losses_equal"] and equal["weights_equal"]
 
 
-def measure(choice, dtype, memory_format):
+def measure(label, choice, dtype, memory_format):
     """A row, or None if there is no small net."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    row = {"net": " ".join(choice.args), "dtype": str(dtype).removeprefix("torch.")}
+    row = {"net": label, "dtype": str(dtype).removeprefix("torch.")}
     try:
         found = choice()
         if found is None:
@@ -75,8 +75,8 @@ def measure(choice, dtype, memory_format):
             net, batch = net.to(memory_format=memory_format), batch.to(memory_format=memory_format)
         fresh = copy.deepcopy(net)
         before = trained(net, batch, dtype)
-    except Exception as error:
-        return {**row, "skipped": f"{type(error).__name__}: {error}"}  # unmodified
+    except Exception as error:  # of the unmodified net
+        return {**row, "skipped": f"{type(error).__name__}: {error}"}
     try:
         with autocast(dtype):
             converted = activations_cuda.convert(copy.deepcopy(fresh), batch, recompute=True)
@@ -103,8 +103,8 @@ def main():
     origin, path = record.origin(), record.path("-zoo")
     with ProcessPoolExecutor(WORKERS, get_context("spawn")) as pool:
         runs = [
-            pool.submit(measure, choice, DTYPES[i % len(DTYPES)], FORMATS[i % len(FORMATS)])
-            for i, choice in enumerate(choices())
+            pool.submit(measure, label, choice, DTYPES[i % len(DTYPES)], FORMATS[i % len(FORMATS)])
+            for i, (label, choice) in enumerate(choices())
         ]
         rows = []
         for run in tqdm(runs, unit=" nets"):
@@ -114,7 +114,7 @@ def main():
                 row = {"failure": repr(error)}
             if row:
                 rows.append(row)
-                record.write(path, {**origin, "steps": STEPS, "rows": rows})
+                record.write(path, {**origin, "batch": BATCH, "tokens": TOKENS, "steps": STEPS, "rows": rows})
     print(tabulate(rows, headers="keys", disable_numparse=True, maxcolwidths=60))
     memory = [row["memory"] for row in rows if "memory" in row]
     skipped = sum("skipped" in row for row in rows)
