@@ -213,7 +213,7 @@ ON = {
         Mutant(
             "hooks outside asked twice",
             BATCH_NORM,
-            "value && !value_of(value).outside && !value_of(value).follows_from_outside()",
+            "value && !value_of(value).follows_from_outside()",
             "static_cast<bool>(value)",
         ),
         Mutant("any slopes", BATCH_NORM, "slopes.inside == 1 && slopes.outside == 0 && ", ""),
@@ -395,8 +395,8 @@ RECOMPUTE = [
     Mutant(
         "computed under autocast",
         COMPUTING_HEADER,
-        "no_autocast{c10::autocast_dispatch_keyset}",
-        "no_autocast{c10::DispatchKeySet()}",
+        "itself\n  const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset}",
+        "itself\n  const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::DispatchKeySet()}",
     ),
     Mutant("a value of another version", VALUE, "version != version_of(tensor) || ", ""),
     Mutant(
@@ -451,8 +451,8 @@ RECOMPUTE = [
     Mutant(
         "the version of a tensor computed again",
         COMPUTING,
-        "return compute_in_version(is_temporary);",
-        "return compute(is_temporary);",
+        "return compute_in_version(is_new);",
+        "return compute(is_new);",
     ),
     Mutant("formulas of subclasses", COMPUTING, "TorchFunction::State::ALL_DISABLED", "TorchFunction::State::ENABLED"),
     Mutant("other data", VALUE, ": is_same_memory(held, tensor);", ": true;"),
@@ -464,9 +464,9 @@ RECOMPUTE = [
     Mutant("complex numbers in any strides", DERIVATION, " || c10::isComplexType(recipe.dtype)", ""),
     Mutant("zeros prove a formula", RECIPES + "verification.py", "is_proof = _tells(tensor)", "is_proof = True"),
     Mutant("a norm's bias proves its formula", RECIPES + "verification.py", " and all(map(_is_more_than_bias, norms))", ""),
-    Mutant("trials at each use", RECIPES + "verification.py", "_chosen_by_trials.get(each.configuration)", "None"),
+    Mutant("trials at each use", RECIPES + "verification.py", "_chosen_by_trials.get(each.configuration_id)", "None"),
     Mutant("trials in another dtype", RECIPES + "norms.py", "[torch.zeros_like(each) for each in statistics]", "[None, None]"),
-    Mutant("whatever the eps", DERIVATION, "py::isinstance(recipe.formula, callbacks().candidates)", "false"),
+    Mutant("whatever the eps", DERIVATION, "py::isinstance(recipe.formula, from_python().candidates)", "false"),
     Mutant("tangents in recipes", COMPUTING_HEADER, "no_tangents{false}", "no_tangents{true}"),
     Mutant("what an earlier scope computed", OPERANDS, " || is_outdated(step)", ""),
     Mutant("what an earlier step computed", LEAVES, "std::max(begins, last_backward.ended)", "begins"),

@@ -53,7 +53,7 @@ class Hook:
         # Weakly: whoever keeps an output keeps its graph, which has this.
         self._model = None if model is None else weakref.ref(model)
         self.check, self.outer, self.convolutions, self.is_dry_run = check, outer, convolutions, is_dry_run
-        # What the graph had before isn't known to have been written to since.
+        # Leaves that earlier ops read may have been written to since, unnoticed.
         self.begins = _C.recipes.begin_scope() if begins is None else begins
         self.rules = RULES_WITH_CONVOLUTIONS if convolutions else RULES
         self.mismatch: str | None = None

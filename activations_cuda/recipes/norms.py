@@ -239,19 +239,19 @@ _GROUP_NORM = Candidates(
 )
 # Not saved from torch 2.15 on.
 _SAVES_EPS = hasattr(torch._C._functions.NativeGroupNormBackward0, "_saved_eps")  # type: ignore[attr-defined]
-GROUPS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])
+GROUP_NORM_ARGUMENTS = "N", "C", "HxW", "group", *(["eps"] if _SAVES_EPS else [])
 
 
 def _group_norm_as_called(step: Step) -> Result:
     """For a bias without a gradient, or where the node doesn't save eps."""
     operands = step.operand(0, "input"), step.operand(1, "weight"), step.bias(2), *map(step.saved, STATISTICS)
-    return _GROUP_NORM, operands, (*step.arguments(*GROUPS), *([] if _SAVES_EPS else [step.eps()]))
+    return _GROUP_NORM, operands, (*step.arguments(*GROUP_NORM_ARGUMENTS), *([] if _SAVES_EPS else [step.eps()]))
 
 
 GROUP_NORM = OpRule(
     _GROUP_NORM,
     ("input", "weight", None),
-    GROUPS,
+    GROUP_NORM_ARGUMENTS,
     saved=STATISTICS,
     otherwise=_group_norm_as_called,
 )
@@ -267,8 +267,8 @@ def _rms_norm_op(x, w, b, statistics, shape):
 
 
 def rms_norm_scaled(x, w, b, rstd, shape):
-    X, w, rstd = _wide(x, w, rstd)
-    y = X * rstd
+    wide, w, rstd = _wide(x, w, rstd)
+    y = wide * rstd
     return (y if w is None else y.mul_(w)).to(x.dtype)
 
 

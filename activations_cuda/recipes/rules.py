@@ -234,7 +234,7 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
 
 
 def depthwise_convolution(step: Step) -> Result:
-    weight, *arguments = step.operand(1, "weight"), *step.arguments(*CONVOLUTION)
+    weight, *arguments = step.operand(1, "weight"), *step.arguments(*CONVOLUTION_ARGUMENTS)
     if step.node._saved_transposed or step.node._saved_groups < 2 or weight.sizes[1] != 1:  # type: ignore[attr-defined]
         raise Underivable
     has_bias = any(step.node._saved_bias_sym_sizes_opt or ())  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def depthwise_convolution(step: Step) -> Result:
     return torch.convolution, (step.operand(0, "input"), weight, bias), tuple(arguments)
 
 
-CONVOLUTION = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+CONVOLUTION_ARGUMENTS = "stride", "padding", "dilation", "transposed", "output_padding", "groups"
 
 # Those of recompute(convolutions=True).
 RULES_WITH_CONVOLUTIONS = {**RULES, "ConvolutionBackward0": depthwise_convolution}

@@ -14,7 +14,7 @@ from activations_cuda import _C
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-SHAPE, DTYPE, OUTPUT_NR = "shape of the output", "dtype of the output", "output_nr of the output"
+SHAPE, DTYPE, OUTPUT_NR = "shape of the output", "dtype of the output", "index of the output"
 
 
 class Underivable(Exception):

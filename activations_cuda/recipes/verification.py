@@ -152,13 +152,13 @@ def _fits(formula, fuses, operands, arguments, output):
         found = _computed(formula, fuses, operands, arguments, output)
         return found is not None and is_identical(found, output)
     except RuntimeError as error:  # an op that isn't for this device or dtype
-        if says_nothing(error) or is_of_handler(error):
+        if _says_nothing_of_formula(error) or is_of_handler(error):
             raise
         log.debug("recompute: %s: %s", formula.__name__, error)
         return False
 
 
-def says_nothing(error: RuntimeError) -> bool:
+def _says_nothing_of_formula(error: RuntimeError) -> bool:
     """Whether stack ran out, or memory, for which the CPU has no class of error: that says nothing of the formula."""
     return isinstance(error, (torch.OutOfMemoryError, RecursionError)) or "alloc" in str(error).lower()
 
@@ -220,7 +220,7 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
     """Choose formulas for the recipes that haven't been tried, of which `recipe` is the last, and compare with its tensor."""
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # comparing waits for the device
-    start, firsts = time.perf_counter(), sum(each.configuration not in _unproven for each, _ in untried)
+    start, firsts = time.perf_counter(), sum(each.configuration_id not in _unproven for each, _ in untried)
     try:
         with _C.recipes.Computing():
             return _verify(recipe, untried, tensor)
@@ -229,7 +229,7 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
     except RuntimeError as error:  # a formula that isn't for this device or dtype
         if is_of_handler(error):
             raise
-        if says_nothing(error):
+        if _says_nothing_of_formula(error):
             return False  # there may be room at its next use
         log.debug("recompute: %s: %s", recipe.source, error)
         return _refuse(recipe, tensor)
@@ -241,9 +241,9 @@ def verify(recipe: Any, untried: Sequence[tuple[Any, Formula | Candidates]], ten
 def _verify(recipe, untried, tensor):
     for each, formula in untried:
         if isinstance(formula, Candidates):
-            found = _chosen_by_trials.get(each.configuration)
+            found = _chosen_by_trials.get(each.configuration_id)
             if found is None:
-                found = _chosen_by_trials[each.configuration] = formula.choose(*_tensors(each.operands), *each.arguments)
+                found = _chosen_by_trials[each.configuration_id] = formula.choose(*_tensors(each.operands), *each.arguments)
             each.formula, each.fuses = found
             if each.formula is None:
                 return _refuse(each, tensor)
@@ -255,8 +255,8 @@ def _verify(recipe, untried, tensor):
     norms = [each for each, formula in untried if isinstance(formula, Candidates)]
     is_proof = _tells(tensor) and all(map(_is_more_than_bias, norms))
     for each, formula in untried:
-        _unproven[each.configuration] += 1
-        is_overdue = _unproven[each.configuration] > MAX_UNPROVEN
+        _unproven[each.configuration_id] += 1
+        is_overdue = _unproven[each.configuration_id] > MAX_UNPROVEN
         if is_proof or (is_overdue and isinstance(formula, Candidates)):
             _settle(each, each.formula, each.fuses)
         elif is_overdue:
@@ -281,9 +281,9 @@ def _is_more_than_bias(norm):
 
 
 def _settle(recipe, formula, fuses=False):
-    _unproven.pop(recipe.configuration, None)
-    _chosen_by_trials.pop(recipe.configuration, None)
-    _C.recipes.choose(recipe.configuration, formula, fuses)
+    _unproven.pop(recipe.configuration_id, None)
+    _chosen_by_trials.pop(recipe.configuration_id, None)
+    _C.recipes.choose(recipe.configuration_id, formula, fuses)
 
 
 def forget_choices() -> None:

@@ -1,11 +1,12 @@
-// Exact: the same bits.
+// Comparison to the bit.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace fastact {
 
-// Whether two tensors of a dtype of 16 or 32 bits have the same bits, or are NaN in the same places. Waits for the device.
+// Whether two tensors of a dtype of 16 or 32 bits are equal to the bit; NaNs of different payloads count as equal. Waits for
+// the device.
 inline bool is_identical(const at::Tensor& tensor, const at::Tensor& other) {
   const auto bits = tensor.element_size() == sizeof(float) ? at::kInt : at::kShort;
   const at::Tensor of_tensor = tensor.view(bits), of_other = other.view(bits);

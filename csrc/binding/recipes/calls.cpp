@@ -38,13 +38,13 @@ struct RunningNorm {
 };
 
 // The function that runs, or its caller, if it is one of those.
-std::optional<RunningNorm> running_norm(bool is_wrapped) {
+std::optional<RunningNorm> running_norm(bool is_called_from_python) {
   PyFrameObject* const running = PyEval_GetFrame();
   if (!running) {
     return std::nullopt;
   }
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(running));
-  if (is_wrapped) {
+  if (is_called_from_python) {
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(running)));
   }
   if (!frame) {
@@ -52,7 +52,7 @@ std::optional<RunningNorm> running_norm(bool is_wrapped) {
   }
   auto* const pointer = reinterpret_cast<PyFrameObject*>(frame.ptr());
   auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(pointer)));
-  if (!callbacks().norm_functions.contains(code)) {
+  if (!from_python().norm_functions.contains(code)) {
     return std::nullopt;
   }
 #if PY_VERSION_HEX < 0x030C0000
@@ -67,14 +67,14 @@ bool is_number(const py::object& object) {
 
 // Whether the function is given what vmap wraps. vmap's rule may call the op without weight and bias, and apply these itself.
 bool is_transformed(const RunningNorm& norm) {
-  const auto is_wrapped = [&](PyObject* name) {
+  const auto is_batched = [&](PyObject* name) {
     const py::object given = norm.variable(name);
     return THPVariable_Check(given.ptr()) && !THPVariable_Unpack(given.ptr()).has_storage();
   };
-  const NormFunctions& norms = callbacks().norm_functions;
+  const NormFunctions& norms = from_python().norm_functions;
   const bool has_statistics = norm.code.is(norms.batch_norm) || norm.code.is(norms.instance_norm);
-  return is_wrapped(NAME("input")) || is_wrapped(NAME("weight")) || is_wrapped(NAME("bias")) ||
-         (has_statistics && (is_wrapped(NAME("running_mean")) || is_wrapped(NAME("running_var"))));
+  return is_batched(NAME("input")) || is_batched(NAME("weight")) || is_batched(NAME("bias")) ||
+         (has_statistics && (is_batched(NAME("running_mean")) || is_batched(NAME("running_var"))));
 }
 
 bool is_tensor(const py::object& object, const at::Tensor& tensor) {
@@ -89,15 +89,15 @@ const NormCall* call_of(py::handle node) {
 
 }  // namespace
 
-void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
+void note_call(Value& value, const at::Tensor& tensor, bool is_called_from_python) {
   if (tensor.is_leaf() && tensor.requires_grad()) {
     return;
   }
-  const std::optional<RunningNorm> norm = running_norm(is_wrapped);
+  const std::optional<RunningNorm> norm = running_norm(is_called_from_python);
   if (!norm) {
     return;
   }
-  const NormFunctions& norms = callbacks().norm_functions;
+  const NormFunctions& norms = from_python().norm_functions;
   const bool is_instance_norm = norm->code.is(norms.instance_norm);
   const bool is_running_statistic =
       norm->code.is(norms.batch_norm) &&
@@ -121,7 +121,7 @@ void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped) {
   if (!is_instance_norm && THPVariable_Check(bias.ptr())) {  // instance norm repeats it
     const at::Tensor& given = THPVariable_Unpack(bias.ptr());
     const bool has_version = !given.is_inference();
-    if (has_version && !given.requires_grad() && !is_freed_parameter(given.is_view() ? at::Tensor(given._base()) : given)) {
+    if (has_version && !given.requires_grad() && !is_sharded_parameter(given.is_view() ? at::Tensor(given._base()) : given)) {
       call->bias.emplace(given);
     }
   }

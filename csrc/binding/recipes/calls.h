@@ -10,9 +10,9 @@
 namespace fastact::recipes {
 
 // Notes in the value of a tensor that is being saved what the op that saves it was called with. A batch norm's running
-// statistics in evaluation mode are copied, since training writes to them without counting a version. `is_wrapped`: a Python
-// function has called the hook, and its caller is the frame in question.
-void note_call(Value& value, const at::Tensor& tensor, bool is_wrapped);
+// statistics in evaluation mode are copied, since training writes to them without counting a version.
+// `is_called_from_python`: by a Python function, whose caller is the frame in question.
+void note_call(Value& value, const at::Tensor& tensor, bool is_called_from_python);
 
 // What the call that made a node was given; null if it isn't known, as where another than these functions called the op.
 py::object eps_of_call(py::handle node);

@@ -171,8 +171,8 @@ Value::~Value() {
   }
 }
 
-at::Tensor Value::tensor(bool* is_temporary) {
-  at::Tensor result = find_or_compute(is_temporary);
+at::Tensor Value::tensor(bool* is_new) {
+  at::Tensor result = find_or_compute(is_new);
   // Hooks that have no copy give back the tensor itself. What they give to its own saver is their business.
   if (outside && outside->memory && result.has_storage() &&
       outside->memory->_unsafe_get_target() == result.storage().unsafeGetStorageImpl()) {
@@ -181,7 +181,7 @@ at::Tensor Value::tensor(bool* is_temporary) {
   return result;
 }
 
-at::Tensor Value::find_or_compute(bool* is_temporary) {
+at::Tensor Value::find_or_compute(bool* is_new) {
   if (held.defined()) {
     TORCH_CHECK(
         held.numel() == 0 || !held.has_storage() || held.storage().nbytes() > 0, "recompute: expected a tensor of shape ",
@@ -194,7 +194,7 @@ at::Tensor Value::find_or_compute(bool* is_temporary) {
     }
   }
   if (readers < 2) {
-    return compute_in_version(is_temporary);
+    return compute_in_version(is_new);
   }
   const int task = torch::autograd::get_current_graph_task_id();
   if (task < 0) {
@@ -226,19 +226,19 @@ at::Tensor Value::remember(int task, at::Tensor tensor) {
   return tensor;
 }
 
-at::Tensor Value::compute_in_version(bool* is_temporary) {
-  bool is_new = false;
-  at::Tensor result = compute(&is_new);
-  if (is_new && version_of(result) != version) {
+at::Tensor Value::compute_in_version(bool* is_new) {
+  bool is_computed = false;
+  at::Tensor result = compute(&is_computed);
+  if (is_computed && version_of(result) != version) {
     torch::autograd::impl::set_version_counter(result, c10::VariableVersion(static_cast<uint32_t>(version)));
   }
-  if (is_temporary) {
-    *is_temporary = is_new;
+  if (is_new) {
+    *is_new = is_computed;
   }
   return result;
 }
 
-at::Tensor Value::compute(bool* is_temporary) {
+at::Tensor Value::compute(bool* is_new) {
   if (held.defined()) {
     check_unwritten();
     if (held.is_cuda() && stream_number(held) != stream) {
@@ -251,14 +251,18 @@ at::Tensor Value::compute(bool* is_temporary) {
     const at::Tensor& tensor = THPVariable_Unpack(result.ptr());
     return has_strides ? in_strides(tensor, strides) : tensor;
   }
+  return compute_recipe(is_new);
+}
+
+at::Tensor Value::compute_recipe(bool* is_new) {
   const auto wanted = strides_of();
   if (formula.is(formulas().same) && value_of(operands[0]).readers > 1) {
     const at::Tensor anothers = value_of(operands[0]).tensor();
     return wanted ? in_strides(anothers, *wanted) : anothers;
   }
   if (auto fused = compute_fused(*this)) {
-    if (is_temporary) {
-      *is_temporary = true;
+    if (is_new) {
+      *is_new = true;
     }
     return *std::move(fused);
   }
@@ -274,22 +278,22 @@ at::Tensor Value::compute(bool* is_temporary) {
   if (formula.is(formulas().unpack_mask)) {
     return unpack_mask(value_of(operands[0]).tensor(), sizes, strides);
   }
-  bool is_new = false;
+  bool is_computed = false;
   at::Tensor tensor;
   if (formula.is(formulas().cast)) {
     const at::Tensor operand = value_of(operands[0]).tensor();
     tensor = operand.to(dtype);
-    is_new = !tensor.is_same(operand);
+    is_computed = !tensor.is_same(operand);
   } else {
-    tensor = apply(&is_new);
+    tensor = apply(&is_computed);
     if (tensor.scalar_type() != dtype) {  // the op was in place, and the other operand is wider: it rounded its result
       tensor = tensor.to(dtype);
-      is_new = true;
+      is_computed = true;
     }
   }
   const at::Tensor strided = wanted ? in_strides(tensor, *wanted) : tensor;
-  if (is_temporary) {
-    *is_temporary = (is_new || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
+  if (is_new) {
+    *is_new = (is_computed || !strided.is_same(tensor)) && strided.storage().use_count() == 1;
   }
   return strided;
 }
@@ -319,7 +323,7 @@ py::object Value::fetch() {
       throw;
     }
     py::raise_from(
-        error, callbacks().nothing_yet.ptr(),
+        error, from_python().nothing_yet.ptr(),
         "recompute: expected the hooks on saved tensors around the scope to give a tensor back, got an error");
     throw py::error_already_set();
   }

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "leaves.h"
 #include "value.h"
 
 namespace fastact::recipes {
@@ -14,6 +15,12 @@ namespace fastact::recipes {
 struct Computing {
   const at::NoGradGuard no_grad;
   const at::AutoFwGradMode no_tangents{false};  // autograd has saved them itself
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+// While it lives, a hook on a node reads values as the node would by unpacking.
+struct Reading {
+  Reading() { note_unpacking(); }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
 };
 

@@ -89,27 +89,31 @@ int64_t id_of_object(py::handle object) {
   return id_of_value(PyFloat_CheckExact(object.ptr()) ? reinterpret_cast<PyObject*>(&PyFloat_Type) : object);
 }
 
-// As id_of_object(), for an argument of a formula that moves elements: only the alignment of a position matters, since
-// kernels read vectors.
-int64_t id_of_position(py::handle object) {
+// An argument of a formula that moves elements, as far as bits depend on it: of a position only the alignment, since kernels
+// read vectors.
+py::object aligned(py::handle object) {
   if (PyLong_CheckExact(object.ptr())) {
     int overflow = 0;
-    return id_of_object(py::int_(PyLong_AsLongLongAndOverflow(object.ptr(), &overflow) & 15));
+    return py::int_(PyLong_AsLongLongAndOverflow(object.ptr(), &overflow) & 15);
   }
   if (!PyTuple_CheckExact(object.ptr())) {
-    return id_of_object(object);
+    return py::reinterpret_borrow<py::object>(object);
   }
-  Configuration configuration = {static_cast<int64_t>(ConfigurationOf::positions)};
-  for (const py::handle each : py::reinterpret_borrow<py::tuple>(object)) {
-    configuration.push_back(id_of_position(each));
+  py::tuple result(PyTuple_GET_SIZE(object.ptr()));
+  for (size_t i = 0; i < result.size(); ++i) {
+    result[i] = aligned(PyTuple_GET_ITEM(object.ptr(), i));
   }
-  return id_of(configuration);
+  return std::move(result);
+}
+
+int64_t id_of_position(py::handle object) {
+  return id_of_object(aligned(object));
 }
 
 // Gives a recipe the formula that fits its configuration, or has it tried. False if none fits.
 bool choose(const py::object& object) {
   Value& recipe = value_of(object);
-  const auto known = chosen().find(recipe.configuration);
+  const auto known = chosen().find(recipe.configuration_id);
   if (known != chosen().end()) {
     if (known->second.formula.is_none()) {
       return false;
@@ -148,7 +152,7 @@ bool take_operands(Value& recipe, c10::Device device, Configuration& configurati
     if (value.device_of() && *value.device_of() != device && !is_number) {
       return false;  // a copy between devices isn't cheap
     }
-    configuration.push_back(configuration_of(value));
+    configuration.push_back(configuration_id_of(value));
     recipe.depth = std::max(recipe.depth, value.depth + 1);
     if (!value.is_recipe()) {
       add_root(each);
@@ -165,7 +169,7 @@ bool take_operands(Value& recipe, c10::Device device, Configuration& configurati
 
 void append_arguments(Configuration& configuration, const Value& recipe) {
   // A norm's eps counts by its value: where the variance is next to nothing, it decides whether formulas differ.
-  const bool is_norm = py::isinstance(recipe.formula, callbacks().candidates);
+  const bool is_norm = py::isinstance(recipe.formula, from_python().candidates);
   const auto id_of_argument = is_norm ? id_of_value : facts_of(recipe.formula).is_movement ? id_of_position : id_of_object;
   for (const py::object& argument : recipe.arguments) {
     configuration.push_back(id_of_argument(argument));
@@ -187,7 +191,7 @@ void refer_to_equal(Value& recipe, const torch::autograd::Node& node) {
     recipe.operands = {equal};
     recipe.arguments.clear();
     recipe.depth = value_of(equal).depth + 1;
-    recipe.configuration = id_of({static_cast<int64_t>(ConfigurationOf::equal), recipe.configuration});
+    recipe.configuration_id = id_of({static_cast<int64_t>(ConfigurationOf::equal), recipe.configuration_id});
   }
 }
 
@@ -215,7 +219,7 @@ bool complete(const Step& step, const py::object& name, const py::object& object
     return false;
   }
   append(configuration, recipe.dtype, meta.device());
-  recipe.configuration = id_of(configuration);
+  recipe.configuration_id = id_of(configuration);
   refer_to_equal(recipe, *step.node);
   if (!choose(object)) {
     return false;
@@ -252,7 +256,7 @@ struct OpRule {
     }
     for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("arguments"))) {
       arguments.push_back(name.ptr());
-      is_of_each_output |= name.is(callbacks().output_nr);
+      is_of_each_output |= name.is(from_python().output_nr);
     }
   }
 
@@ -280,7 +284,7 @@ bool is_strided(Step& step, PyObject* name) {
   if (!step.node->input_metadata(step.output_nr).device().is_cpu()) {
     return false;
   }
-  const py::object data = attribute(attribute(step.python(), name), NAME("data"));
+  const py::object data = attribute(attribute(step.python_node(), name), NAME("data"));
   if (!is_value(data)) {
     return false;
   }
@@ -291,7 +295,7 @@ bool is_strided(Step& step, PyObject* name) {
 
 // By a rule that is an OpRule.
 bool by_op(Step& step, const OpRule& rule, Value& recipe) {
-  if (!rule.when.is_none() && attribute(step.python(), rule.when.ptr()).ptr() != Py_True) {
+  if (!rule.when.is_none() && attribute(step.python_node(), rule.when.ptr()).ptr() != Py_True) {
     return false;
   }
   if (rule.is_joined) {
@@ -321,7 +325,7 @@ bool by_op(Step& step, const OpRule& rule, Value& recipe) {
 // By a rule that is a function.
 bool by_function(Step& step, const py::object& rule, Value& recipe) {
   const py::object tensor = step.tensor ? wrapped(*step.tensor) : py::object(py::none());
-  const py::object given = callbacks().step(step.hook, step.python(), step.output_nr, tensor, step.depth, rule);
+  const py::object given = from_python().step(step.hook, step.python_node(), step.output_nr, tensor, step.depth, rule);
   if (given.is_none()) {
     return false;
   }
@@ -341,7 +345,7 @@ bool by_origin(Step& step, const Origin& origin, Value& recipe) {
   static auto& functions = *new std::map<std::pair<const char*, const char*>, py::object>();
   py::object& function = functions[{origin.op, origin.overload}];
   if (!function) {
-    function = callbacks().functions.attr(function_name(origin.op, origin.overload).c_str());
+    function = from_python().functions.attr(function_name(origin.op, origin.overload).c_str());
   }
   recipe.formula = function;
   recipe.operands = {std::move(input)};
@@ -393,7 +397,7 @@ bool is_right(
   for (const auto& [each, formula] : derivation.untried) {
     untried.append(py::make_tuple(each, formula));
   }
-  return py::cast<bool>(callbacks().is_right(hook, recipe, untried, wrapped(node), wrapped(tensor)));
+  return py::cast<bool>(from_python().is_right(hook, recipe, untried, wrapped(node), wrapped(tensor)));
 }
 
 }  // namespace
@@ -407,7 +411,7 @@ py::object derive(Step step) {
   const py::object name = name_of(*step.node);
   const py::object rules = attribute(step.hook, NAME("rules"));  // by the names of nodes
   const auto rule = py::reinterpret_borrow<py::object>(PyDict_GetItem(rules.ptr(), name.ptr()));
-  const bool is_op = rule && py::type::handle_of(rule).is(callbacks().op_rule);
+  const bool is_op = rule && py::type::handle_of(rule).is(from_python().op_rule);
   if (step.depth > kMaxDepth) {
     Derivation::current->may_succeed_later = true;  // by a shorter way
     return {};
@@ -479,7 +483,7 @@ py::object replacement(py::handle hook, const NodePointer& node, uint32_t output
 
 py::object recipe_of(
     ConfigurationOf kind, py::handle source, const py::object& formula, const py::object& operand, Objects arguments,
-    const at::Tensor& tensor, int64_t id) {
+    const at::Tensor& tensor, int64_t detail) {
   py::object object = make_value();
   Value &recipe = value_of(object), &value = value_of(operand);
   recipe.take_layout_of(tensor);
@@ -489,10 +493,10 @@ py::object recipe_of(
   recipe.arguments = std::move(arguments);
   recipe.roots = value.is_recipe() ? value.roots : std::vector<py::object>{operand};
   recipe.depth = value.depth + 1;
-  Configuration configuration = {static_cast<int64_t>(kind), id, configuration_of(value)};
+  Configuration configuration = {static_cast<int64_t>(kind), detail, configuration_id_of(value)};
   append(configuration, recipe.sizes);
   append(configuration, recipe.strides);
-  recipe.configuration = id_of(configuration);
+  recipe.configuration_id = id_of(configuration);
   ++value.readers;
   return object;
 }
@@ -522,7 +526,7 @@ void downcast(py::handle hook, const NodePointer& node, const py::object& object
   value.arguments = recipe.arguments;
   value.roots = recipe.roots;
   value.depth = recipe.depth;
-  value.configuration = recipe.configuration;
+  value.configuration_id = recipe.configuration_id;
   value.replaced = torch::autograd::impl::version_counter(tensor);
   value.held.reset();
 }

@@ -36,10 +36,11 @@ py::object derive(Step step);
 // A recipe that replaces a tensor.
 py::object replacement(py::handle hook, const NodePointer& node, uint32_t output_nr, const at::Tensor& tensor);
 
-// A recipe that no node made: this tensor is formula(operand, *arguments), with `id` in its configuration.
+// A recipe that no node made: this tensor is formula(operand, *arguments), and `detail` is what else its configuration depends
+// on.
 py::object recipe_of(
     ConfigurationOf kind, py::handle source, const py::object& formula, const py::object& operand, Objects arguments,
-    const at::Tensor& tensor, int64_t id = 0);
+    const at::Tensor& tensor, int64_t detail = 0);
 py::object view_of(const py::object& value, const at::Tensor& view, const at::Tensor& base);
 
 // Keeps integers that only this node has saved in a narrower dtype, which holds them all: the value becomes a cast back.

@@ -11,6 +11,7 @@
 #include "../dispatch.h"
 #include "../dtypes.h"
 #include "../strides.h"
+#include "element.h"
 #include "formulas.h"
 #include "lowering.h"
 #include "python.h"
@@ -126,7 +127,7 @@ std::optional<at::Tensor> permuted(const at::Tensor& tensor, const Leaf& leaf, a
   return result.permute(dims);
 }
 
-// The run of what is lowered.
+// Runs a lowered recipe on the tensors of its leaves.
 class Run {
  public:
   explicit Run(const Lowered& lowered) : lowered_(lowered), tensors_(lowered.leaves.size()) {}
@@ -180,7 +181,7 @@ bool Run::read_leaves() {
     }
     const Value& recipe = *lowered_.leaves[k].reader;
     const py::object table =
-        callbacks().table(recipe.formula, tuple_of(recipe.arguments), dtype_object(recipe.dtype), wrapped(like_));
+        from_python().table(recipe.formula, tuple_of(recipe.arguments), dtype_object(recipe.dtype), wrapped(like_));
     if (table.is_none()) {
       return false;
     }
@@ -284,12 +285,12 @@ std::optional<at::Tensor> Run::operator()(bool needs_form) {
 
 }  // namespace
 
-std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone, bool needs_form) {
+std::optional<at::Tensor> compute_fused(Value& recipe, bool force, bool needs_form) {
   if (!has_kernels(*recipe.device)) {
     return std::nullopt;
   }
-  const auto program = lowered(recipe, is_alone);
-  return program ? Run(*program)(needs_form) : std::nullopt;
+  const auto lowered = lower(recipe, force);
+  return lowered ? Run(*lowered)(needs_form) : std::nullopt;
 }
 
 at::Tensor contiguous(const at::Tensor& tensor) {
@@ -298,12 +299,12 @@ at::Tensor contiguous(const at::Tensor& tensor) {
   copy.operands = {keep(tensor)};
   copy.set_layout(tensor.scalar_type(), tensor.device(), tensor.sizes(), c10::contiguous_strides(tensor.sizes()));
   const bool is_in_rows = tensor.is_cuda() && has_rows_of(tensor.strides(), copy.sizes, copy.strides);
-  std::optional<at::Tensor> result = is_in_rows ? compute_fused(copy, /*is_alone=*/true) : std::nullopt;
+  std::optional<at::Tensor> result = is_in_rows ? compute_fused(copy, /*force=*/true) : std::nullopt;
   return result ? *std::move(result) : tensor.contiguous();
 }
 
 std::optional<at::Tensor> compute_gradient(
-    Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors, bool is_alone, bool as_input) {
+    Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors, bool force, bool as_input) {
   const auto strides = input.strides_of();
   const at::ScalarType dtype = input.dtype_of(), of_grad = grad.scalar_type();
   const bool is_served = opcode == Opcode::gradient ? is_half(dtype) && of_grad == dtype
@@ -321,9 +322,9 @@ std::optional<at::Tensor> compute_gradient(
   }
   const py::object incoming = keep(grad);
   const py::object table = factors.defined() ? keep(factors) : py::none();
-  const auto program =
-      lowered_gradient(gradient, input, value_of(incoming), opcode, factors.defined() ? &value_of(table) : nullptr, is_alone);
-  return program ? Run(*program)(/*needs_form=*/false) : std::nullopt;
+  const auto lowered =
+      lower_gradient(gradient, input, value_of(incoming), opcode, factors.defined() ? &value_of(table) : nullptr, force);
+  return lowered ? Run(*lowered)(/*needs_form=*/false) : std::nullopt;
 }
 
 }  // namespace fastact::recipes

@@ -10,17 +10,17 @@
 
 namespace fastact::recipes {
 
-// The tensor of a recipe, if a program computes it in one pass and that is worth it. `is_alone`: even of a single formula.
+// The tensor of a recipe, if a program computes it in one pass and that is worth it. `force`: even if it isn't.
 // `needs_form`: not by a GPU's interpreter.
-std::optional<at::Tensor> compute_fused(Value& recipe, bool is_alone = false, bool needs_form = false);
+std::optional<at::Tensor> compute_fused(Value& recipe, bool force = false, bool needs_form = false);
 
 // The gradient of a function's input by a program that continues the input's own, so that the input isn't written; none if
 // there is no such program. In a half type it ends with Opcode::gradient, which multiplies by two factors from a table; in
 // float32, where the incoming gradient may be in a half type, with the function's own instruction, on a GPU only: on the CPU
-// vectors round otherwise than single elements. `is_alone`: even of an input that is kept. `as_input`: in the input's layout,
+// vectors round otherwise than single elements. `force`: even of an input that is kept. `as_input`: in the input's layout,
 // whatever the incoming gradient's.
 std::optional<at::Tensor> compute_gradient(
-    Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors = {}, bool is_alone = false,
+    Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors = {}, bool force = false,
     bool as_input = false);
 
 // A contiguous copy. Into another order of dimensions, or repeated, PyTorch's on a GPU takes twice a copy's time.

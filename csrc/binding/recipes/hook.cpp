@@ -34,7 +34,7 @@
 namespace fastact::recipes {
 namespace {
 
-// In bytes.
+// SMALLEST and SMALLEST_COPY_OF_PARAMETER of recipes/hook.py, in bytes.
 struct {
   int64_t any = 0, of_parameter = 0;
 } smallest;
@@ -93,7 +93,7 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
 bool is_ordinary(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   static auto& keys = *new std::unordered_map<int, c10::DispatchKeySet>();
   const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  const auto& types = callbacks().plain_types;
+  const auto& types = from_python().plain_types;
   if (std::none_of(types.begin(), types.end(), [&](py::handle each) { return each.ptr() == type; })) {
     return is_dry_run(hook) && tensor.layout() == at::kStrided;
   }
@@ -107,8 +107,7 @@ bool is_ordinary(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   return tensor.key_set() == plain;
 }
 
-// Whether a tensor is too small to be worth computing again. The limit is higher for a parameter's copy in another dtype,
-// because a forward pass makes only one.
+// Whether a tensor is too small to be worth computing again.
 bool is_small(const at::Tensor& owner) {
   const auto bytes = static_cast<int64_t>(owner.storage().nbytes());
   if (bytes < smallest.any || bytes >= smallest.of_parameter) {  // most are, and the node needn't be asked
@@ -118,8 +117,33 @@ bool is_small(const at::Tensor& owner) {
   return node && is_cast(*node) && is_leaf(node->next_edge(0));
 }
 
-// Whether autograd calls another function, which calls the hook.
-bool is_wrapped();
+PyObject* called_to_pack(PyObject* hook, PyObject* object);
+
+// Whether autograd calls a Python function, which calls the hook.
+bool is_called_from_python() {
+  const auto& stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  PyObject* const called = stack.empty() ? nullptr : stack.top().first.ptr(getPyInterpreter());
+  return called && !(PyCFunction_Check(called) && PyCFunction_GET_FUNCTION(called) == called_to_pack);
+}
+
+// A leaf's, or that of a tensor that autograd doesn't record, such as a mask or a norm's statistics.
+py::object value_without_node(py::handle hook, const py::object& outer, const at::Tensor& tensor, const at::Tensor& owner) {
+  if (py::object value = given(tensor)) {
+    return value;
+  }
+  if (tensor.scalar_type() == at::kBool && !is_small(owner)) {
+    if (py::object value = value_of_mask(hook, outer, tensor, owner)) {
+      return value;
+    }
+  }
+  py::object value = keep(tensor, py::none(), outer);
+  if (is_sharded_parameter(owner)) {
+    value_of(value).is_private = true;
+    value_of(value).copy = copy_if_small(tensor);
+  }
+  note_call(value_of(value), tensor, is_called_from_python());
+  return value;
+}
 
 py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const py::object outer = attribute(hook, NAME("outer"));
@@ -129,21 +153,7 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   const NodePointer& node = tensor.grad_fn();
   const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
   if (!node) {
-    if (py::object value = given(tensor)) {
-      return value;
-    }
-    if (tensor.scalar_type() == at::kBool && !is_small(owner)) {
-      if (py::object value = value_of_mask(hook, outer, tensor, owner)) {
-        return value;
-      }
-    }
-    py::object value = keep(tensor, py::none(), outer);
-    if (is_freed_parameter(owner)) {
-      value_of(value).is_private = true;
-      value_of(value).copy = copy_of(tensor);
-    }
-    note_call(value_of(value), tensor, is_wrapped());
-    return value;
+    return value_without_node(hook, outer, tensor, owner);
   }
   add_gradient_hooks_of_saved(*node);
   const auto output_nr = static_cast<uint32_t>(tensor.output_nr());
@@ -160,11 +170,11 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   if (!value) {
     const bool is_of_leaf = !owner.grad_fn();  // which the hooks outside needn't have
     value = keep(tensor, name_of(*node), is_of_leaf ? py::object(py::none()) : outer);
-    value_of(value).is_private = is_of_leaf && is_freed_parameter(owner);
+    value_of(value).is_private = is_of_leaf && is_sharded_parameter(owner);
   }
   note(value, node, output_nr);
   if (output_nr == 1) {  // as the first of a norm's statistics
-    note_call(value_of(value), tensor, is_wrapped());
+    note_call(value_of(value), tensor, is_called_from_python());
   }
   return value;
 }
@@ -204,7 +214,7 @@ PyObject* called_to_pack(PyObject* hook, PyObject* object) {
   py::object value;
   const auto is_to_raise = [&](const py::object& error) {
     try {
-      return py::cast<bool>(callbacks().failed(py::handle(object), error));
+      return py::cast<bool>(from_python().failed(py::handle(object), error));
     } catch (const py::error_already_set& another) {  // of who logs it, or for want of stack
       if (!another.matches(PyExc_Exception)) {
         raise_later(another);
@@ -236,12 +246,6 @@ PyObject* called_to_pack(PyObject* hook, PyObject* object) {
 }
 
 PyMethodDef pack_method = {"pack", called_to_pack, METH_O, nullptr};
-
-bool is_wrapped() {
-  const auto& stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
-  PyObject* const called = stack.empty() ? nullptr : stack.top().first.ptr(getPyInterpreter());
-  return called && !(PyCFunction_Check(called) && PyCFunction_GET_FUNCTION(called) == called_to_pack);
-}
 
 // Whether it is read by a backward that a user has written, which may write to what it alone has saved.
 bool is_read_by_python() {

@@ -68,16 +68,16 @@ bool is_alias(const at::Tensor& leaf) {
   return version_of(leaf) > 0 && !leaf.unsafeGetTensorImpl()->unique_version() && !is_parameter(leaf);
 }
 
-bool is_freed(const at::Tensor& parameter) {
-  return known_sharding.is_there || (known_sharding.may_be_flat && py::hasattr(wrapped(parameter), "_is_flat_param"));
+bool is_sharded(const at::Tensor& parameter) {
+  return known_sharding.has_fsdp2 || (known_sharding.may_have_fsdp1 && py::hasattr(wrapped(parameter), "_is_flat_param"));
 }
 
-bool is_freed_parameter(const at::Tensor& leaf) {
-  return (known_sharding.is_there || known_sharding.may_be_flat) && is_parameter(leaf) && is_freed(leaf);
+bool is_sharded_parameter(const at::Tensor& leaf) {
+  return (known_sharding.has_fsdp2 || known_sharding.may_have_fsdp1) && is_parameter(leaf) && is_sharded(leaf);
 }
 
-py::object copy_of(const at::Tensor& parameter) {
-  if (!known_sharding.is_there) {
+py::object copy_if_small(const at::Tensor& parameter) {
+  if (!known_sharding.has_fsdp2) {
     return {};
   }
   const auto sizes = parameter.sizes();

@@ -14,7 +14,7 @@ namespace fastact::recipes {
 
 // Whether FSDP2 has sharded some module, and whether FSDP1 may have.
 struct Sharding {
-  bool is_there, may_be_flat;
+  bool has_fsdp2, may_have_fsdp1;
 };
 
 void set_sharding(Sharding given);
@@ -40,10 +40,10 @@ bool is_leaf(const torch::autograd::Edge& edge);
 bool is_alias(const at::Tensor& leaf);
 
 // Whether sharded training frees it between passes. The first takes the leaf for a parameter, the second asks.
-bool is_freed(const at::Tensor& parameter);
-bool is_freed_parameter(const at::Tensor& leaf);
+bool is_sharded(const at::Tensor& parameter);
+bool is_sharded_parameter(const at::Tensor& leaf);
 
 // A copy of a norm's weight or bias that FSDP2 frees; null for what is large, or freed already.
-py::object copy_of(const at::Tensor& parameter);
+py::object copy_if_small(const at::Tensor& parameter);
 
 }  // namespace fastact::recipes

@@ -2,12 +2,14 @@
 
 #include <ATen/WrapDimUtils.h>
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
 #include <utility>
 
 #include "../dtypes.h"
 #include "computing.h"
+#include "element.h"
 
 namespace fastact::recipes {
 namespace {
@@ -22,49 +24,36 @@ class Lowering {
     return found && (found == lowered_.root || found->readers < 2) && append(*found);
   }
 
-  // Appends what computes a recipe's element.
+  // Appends what computes a recipe's element, rounded as the op did when it stored its result.
   bool append(Value& recipe) {
     if (!recipe.fuses || !is_float_or_half(recipe.dtype) || recipe.operands.empty() || !is_value(recipe.operands[0]) ||
         !adopt_half(recipe.dtype)) {
       return false;
     }
     ++formulas_;
-    Value& first = value_of(recipe.operands[0]);
-    const bool is_of_one_number = recipe.operands.size() == 1 && facts_of(recipe.formula).is_tabulated;
-    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && is_of_one_number) {
-      return append_operand(recipe, first) && append_table(recipe) && finish(recipe, 1);
-    }
-    const Facts& facts = facts_of(recipe.formula);
-    if (!facts.program || (recipe.device->is_cpu() && facts.varies_with(recipe.arguments))) {
+    if (!append_formula(recipe)) {
       return false;
     }
-    const auto& instructions = *facts.program;
-    const bool is_binary =
-        instructions.size() == 1 && (instructions[0].opcode == Opcode::add || instructions[0].opcode == Opcode::multiply);
-    if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
-      return append_binary(recipe, instructions[0], first, value_of(recipe.operands[1]));
+    const auto& program = facts_of(recipe.formula).program;
+    const bool is_cast = program && program->empty();  // which rounds the instruction before
+    Element& rounded_to = lowered_.instructions.back().rounded_to;
+    if (!is_cast || rounded_to == Element::float32) {
+      rounded_to = element_of(recipe.dtype);
     }
-    if (!append_operand(recipe, first)) {
-      return false;
-    }
-    for (const FormulaInstruction& instruction : instructions) {
-      if (!append_instruction(recipe, instruction)) {
-        return false;
-      }
-    }
-    return finish(recipe, instructions.size());
+    return true;
   }
 
   // Appends what computes the gradient, which the root is: by an instruction, and by factors if it is of those.
-  bool append_gradient(Value& input, Value& grad, Opcode opcode, Value* factors, bool is_alone) {
+  bool append_gradient(Value& input, Value& grad, Opcode opcode, Value* factors, bool force) {
     Instruction instruction = {opcode, element_of(lowered_.root->dtype), {}};
     return adopt_half(lowered_.root->dtype) && append_operand(*lowered_.root, input) &&
-           (formulas_ > 0 || is_alone) &&  // otherwise nothing is fused, and PyTorch's op is as fast
+           (formulas_ > 0 || force) &&  // otherwise nothing is fused, and PyTorch's op is as fast
            add_leaf(*lowered_.root, grad, Place::broadcast, &instruction.reference[0]) &&
            (!factors || add_leaf(*lowered_.root, *factors, Place::table, &instruction.reference[1])) && add(instruction);
   }
 
-  // Whether one pass of this is better than PyTorch's ops. Its cast to float32 isn't in vectors on a GPU: 1.5 times the time.
+  // Whether one pass of this is better than PyTorch's ops. PyTorch's cast to float32 isn't in vectors on a GPU: 1.5 times the
+  // time.
   bool is_worth_it() const {
     const bool widens =
         lowered_.root->dtype == at::kFloat && half_ != at::ScalarType::Undefined && !lowered_.root->device->is_cpu();
@@ -75,6 +64,27 @@ class Lowering {
 
  private:
   static constexpr int kMaxAttempts = 4 * Program::kMaxInstructions;  // more than any program has use for
+
+  bool append_formula(Value& recipe) {
+    Value& first = value_of(recipe.operands[0]);
+    const Facts& facts = facts_of(recipe.formula);
+    if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && recipe.operands.size() == 1 && facts.is_tabulated) {
+      return append_operand(recipe, first) && append_table(recipe);
+    }
+    if (!facts.program || (recipe.device->is_cpu() && facts.varies_with(recipe.arguments))) {
+      return false;
+    }
+    const auto& instructions = *facts.program;
+    const bool is_binary =
+        instructions.size() == 1 && (instructions[0].opcode == Opcode::add || instructions[0].opcode == Opcode::multiply);
+    if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
+      return append_binary(recipe, instructions[0], first, value_of(recipe.operands[1]));
+    }
+    return append_operand(recipe, first) &&
+           std::all_of(instructions.begin(), instructions.end(), [&](const FormulaInstruction& instruction) {
+             return append_instruction(recipe, instruction);
+           });
+  }
 
   bool adopt_half(at::ScalarType dtype) {
     if (is_half(dtype)) {
@@ -94,8 +104,8 @@ class Lowering {
     return add_leaf(reader, value, Place::broadcast, &instruction.reference[0]) && add(instruction);
   }
 
-  // Appends it if it can be part of this program and is better so. With other readers it is computed once for all of them,
-  // unless that would read no fewer tensors of the output's size than computing it here and all may be read again.
+  // Appends it if it can be part of this program and is better so. If it has other readers, it is computed once for all of
+  // them, unless computing it here reads a single tensor of the output's size, as loading its result would.
   bool try_inline(const Value& reader, Value& value) {
     if (!can_be_inlined(reader, value) || ++attempts_ > kMaxAttempts) {
       return false;
@@ -180,14 +190,13 @@ class Lowering {
         uses_stash_ = true;
         if (try_inline(recipe, x)) {
           instruction.reference[0].operand = Reference::kStash;
-          return add(instruction) && finish(recipe, 1);
+          return add(instruction);
         }
         restore(with_y);
       }
-      return add_leaf(recipe, x, Place::broadcast, &instruction.reference[0]) && add(instruction) && finish(recipe, 1);
+      return add_leaf(recipe, x, Place::broadcast, &instruction.reference[0]) && add(instruction);
     }
-    return append_operand(recipe, x) && add_leaf(recipe, y, Place::broadcast, &instruction.reference[0]) && add(instruction) &&
-           finish(recipe, 1);
+    return append_operand(recipe, x) && add_leaf(recipe, y, Place::broadcast, &instruction.reference[0]) && add(instruction);
   }
 
   bool append_table(Value& recipe) {
@@ -256,37 +265,25 @@ class Lowering {
     return lowered_.instructions.size() <= Program::kMaxInstructions;
   }
 
-  // Rounds as the op did when it stored its result. A cast has no instruction of its own: it rounds the one before.
-  bool finish(const Value& recipe, size_t own_instructions) {
-    Element& rounded_to = lowered_.instructions.back().rounded_to;
-    if (own_instructions > 0 || rounded_to == Element::float32) {
-      rounded_to = element_of(recipe.dtype);
-    }
-    return true;
-  }
-
   Lowered lowered_;
   at::DimVector order_;  // of what is appended, as a leaf's
   at::ScalarType half_ = at::ScalarType::Undefined;
-  int formulas_ = 0, dense_ = 0, attempts_ = 0;
+  int formulas_ = 0;  // recipes that it computes
+  int dense_ = 0;     // leaves of the output's size
+  int attempts_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
 };
 
 }  // namespace
 
-Element element_of(at::ScalarType dtype) {
-  return dtype == at::kHalf ? Element::float16 : dtype == at::kBFloat16 ? Element::bfloat16 : Element::float32;
-}
-
-std::optional<Lowered> lowered(Value& recipe, bool is_alone) {
+std::optional<Lowered> lower(Value& recipe, bool force) {
   Lowering lowering(recipe);
-  return lowering.append_root() && (is_alone || lowering.is_worth_it()) ? std::optional(lowering.take()) : std::nullopt;
+  return lowering.append_root() && (force || lowering.is_worth_it()) ? std::optional(lowering.take()) : std::nullopt;
 }
 
-std::optional<Lowered> lowered_gradient(
-    Value& gradient, Value& input, Value& grad, Opcode opcode, Value* factors, bool is_alone) {
+std::optional<Lowered> lower_gradient(Value& gradient, Value& input, Value& grad, Opcode opcode, Value* factors, bool force) {
   Lowering lowering(gradient);
-  const bool is_appended = lowering.append_gradient(input, grad, opcode, factors, is_alone);
+  const bool is_appended = lowering.append_gradient(input, grad, opcode, factors, force);
   return is_appended ? std::optional(lowering.take()) : std::nullopt;
 }
 

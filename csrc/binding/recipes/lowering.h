@@ -12,9 +12,6 @@
 
 namespace fastact::recipes {
 
-// Of float32 or a half type.
-Element element_of(at::ScalarType dtype);
-
 struct Lowered {
   // What the instructions read, in the order of the program's operands.
   struct Leaf {
@@ -33,12 +30,11 @@ struct Lowered {
   c10::SmallVector<Leaf, 8> leaves;
 };
 
-// None if there is no such program, or none that is better than PyTorch's ops, unless `is_alone`.
-std::optional<Lowered> lowered(Value& recipe, bool is_alone);
+// None if there is no such program or, unless `force`, none that is better than PyTorch's ops.
+std::optional<Lowered> lower(Value& recipe, bool force);
 
-// What computes `gradient`, of the layout and dtype of `input`: from it and `grad` by an instruction, and by factors if it is
-// of those. Unless `is_alone`, None if the input isn't computed in it.
-std::optional<Lowered> lowered_gradient(
-    Value& gradient, Value& input, Value& grad, Opcode opcode, Value* factors, bool is_alone);
+// What computes `gradient` from `input` and `grad` by one instruction, which for Opcode::gradient also reads the table
+// `factors`. None unless the program computes the input itself, or `force`.
+std::optional<Lowered> lower_gradient(Value& gradient, Value& input, Value& grad, Opcode opcode, Value* factors, bool force);
 
 }  // namespace fastact::recipes

@@ -47,7 +47,7 @@ py::object wrapped_or_none(const std::optional<at::Tensor>& tensor) {
 // What a rule asks for; if there is none it gets an exception.
 py::object or_underivable(py::object value) {
   if (!value) {
-    PyErr_SetNone(callbacks().underivable.ptr());
+    PyErr_SetNone(from_python().underivable.ptr());
     throw py::error_already_set();
   }
   return value;
@@ -76,10 +76,10 @@ void add_settings(py::module_& module) {
     set_formulas(
         {given["reshape"], given["transpose"], given["permute"], given["same"], given["multiply"], given["power"], as_strided,
          given["cast"], unpack_mask});
-    set_callbacks(given);
+    set_from_python(given);
   });
   module.def("set_smallest", &set_smallest);
-  module.def("set_sharding", [](bool is_there, bool may_be_flat) { set_sharding({is_there, may_be_flat}); });
+  module.def("set_sharding", [](bool has_fsdp2, bool may_have_fsdp1) { set_sharding({has_fsdp2, may_have_fsdp1}); });
   module.def("begin_scope", &begin_scope);
   module.def("pack_hook", &pack_hook);
   module.attr("unpack") = unpack_hook();
@@ -127,12 +127,12 @@ void add_verification(py::module_& module) {
     const py::gil_scoped_release no_gil;
     return join(unpacked, dim);
   });
-  module.def("choose", [](int64_t configuration, const py::object& formula, bool fuses) {
-    chosen()[configuration] = {formula, fuses};
+  module.def("choose", [](int64_t configuration_id, const py::object& formula, bool fuses) {
+    chosen()[configuration_id] = {formula, fuses};
   });
   module.def("recipe", &recipe_like);
   module.def(
-      "fused", [](const py::object& recipe) { return wrapped_or_none(compute_fused(value_of(recipe), /*is_alone=*/true)); });
+      "fused", [](const py::object& recipe) { return wrapped_or_none(compute_fused(value_of(recipe), /*force=*/true)); });
 }
 
 // For tests and benchmarks.
@@ -148,8 +148,8 @@ void add_for_tests(py::module_& module) {
   });
   module.def("chosen", [] {
     py::dict result;
-    for (const auto& [configuration, choice] : chosen()) {
-      result[py::int_(configuration)] = choice.formula;
+    for (const auto& [configuration_id, choice] : chosen()) {
+      result[py::int_(configuration_id)] = choice.formula;
     }
     return result;
   });

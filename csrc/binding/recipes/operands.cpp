@@ -22,13 +22,13 @@ bool follows_from_private(const Value& value) {
 
 // The value of a parameter, which is a leaf of the graph.
 py::object find_leaf(const at::Tensor& parameter, const Node& reader, const NodePointer& node, uint32_t output_nr, int depth) {
-  if (!is_freed(parameter)) {
+  if (!is_sharded(parameter)) {
     py::object value = keep(parameter);
     note(value, node, output_nr);
     return value;
   }
   if (depth > 1 || !is_cast(reader)) {
-    return copy_of(parameter);
+    return copy_if_small(parameter);
   }
   py::object value = keep(parameter);  // a module's own weight, cast
   value_of(value).is_private = true;
@@ -90,7 +90,7 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
 
 // The strides of an operand, where the node has saved it or a clone of it.
 void take_strides_of_saved(Step& step, PyObject* name, Value& value) {
-  if (!PyObject_HasAttr(step.python().ptr(), name)) {
+  if (!PyObject_HasAttr(step.python_node().ptr(), name)) {
     return;
   }
   const py::object other = saved(step, name);
@@ -128,7 +128,7 @@ uint32_t output_nr_of(PyObject* name) {
 // Whether a backward pass has freed what the node saved: that is None as well, but PyTorch raises an error for it.
 bool was_freed(Step& step, PyObject* raw_name) {
   const std::string name = "_saved" + std::string(PyUnicode_AsUTF8(raw_name)).substr(std::string_view("_raw_saved").size());
-  const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttrString(step.python().ptr(), name.c_str()));
+  const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttrString(step.python_node().ptr(), name.c_str()));
   if (!found) {
     PyErr_Clear();
   }
@@ -144,7 +144,7 @@ py::object saved(Step& step, PyObject* name) {
       return value;
     }
   }
-  const py::object raw = attribute(step.python(), name), data = attribute(raw, NAME("data"));
+  const py::object raw = attribute(step.python_node(), name), data = attribute(raw, NAME("data"));
   if (is_value(data)) {
     const Value& value = value_of(data);
     if (value.is_private || value.copy) {
@@ -166,9 +166,9 @@ py::object saved(Step& step, PyObject* name) {
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   // A sharded parameter may be freed by now, but what was saved of it has a copy.
-  const bool is_saved = is_leaf(edge) && ((name && sharding().is_there) || is_outdated(step));
+  const bool is_saved = is_leaf(edge) && ((name && sharding().has_fsdp2) || is_outdated(step));
   if (!edge.function || is_saved) {
-    py::object value = name && PyObject_HasAttr(step.python().ptr(), name) ? saved(step, name) : py::object();
+    py::object value = name && PyObject_HasAttr(step.python_node().ptr(), name) ? saved(step, name) : py::object();
     return edge.function && value && value.is_none() ? py::object() : value;  // there is one, which backward doesn't need
   }
   py::object value = find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
@@ -188,10 +188,10 @@ py::object argument(py::handle node, PyObject* name) {
 
 py::object argument(Step& step, PyObject* name) {
   const auto& meta = step.node->input_metadata(step.output_nr);
-  if (name == callbacks().dtype.ptr()) {
+  if (name == from_python().dtype.ptr()) {
     return dtype_object(c10::typeMetaToScalarType(meta.dtype()));
   }
-  if (name == callbacks().shape.ptr()) {
+  if (name == from_python().shape.ptr()) {
     const at::DimVector sizes = sizes_of(meta);
     py::tuple shape(sizes.size());
     for (size_t dim = 0; dim < sizes.size(); ++dim) {
@@ -199,10 +199,10 @@ py::object argument(Step& step, PyObject* name) {
     }
     return std::move(shape);
   }
-  if (name == callbacks().output_nr.ptr()) {
+  if (name == from_python().output_nr.ptr()) {
     return py::int_(step.output_nr);
   }
-  return argument(step.python(), name);
+  return argument(step.python_node(), name);
 }
 
 }  // namespace fastact::recipes

@@ -14,11 +14,11 @@ struct Step {
   Step(py::handle hook, const NodePointer& node, uint32_t output_nr, const at::Tensor* tensor, int depth)
       : hook(hook), node(node), output_nr(output_nr), tensor(tensor), depth(depth) {}
 
-  const py::object& python() {
-    if (!python_) {
-      python_ = wrapped(node);
+  const py::object& python_node() {
+    if (!python_node_) {
+      python_node_ = wrapped(node);
     }
-    return python_;
+    return python_node_;
   }
 
   py::handle hook;
@@ -28,7 +28,7 @@ struct Step {
   int depth;
 
  private:
-  py::object python_;
+  py::object python_node_;
 };
 
 // The value of operand i, which the node may have saved under a name.
@@ -37,7 +37,7 @@ py::object operand(Step& step, size_t i, PyObject* name);
 // The value, number or None behind what a node saved; null if other hooks have packed it, which aren't called.
 py::object saved(Step& step, PyObject* name);
 
-// What a node says about its op; in a rule also the output's own dtype, shape or output_nr.
+// What a node says about its op; in a rule also the output's own dtype, shape or index.
 py::object argument(py::handle node, PyObject* name);
 py::object argument(Step& step, PyObject* name);
 

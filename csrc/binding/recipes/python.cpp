@@ -7,23 +7,23 @@
 namespace fastact::recipes {
 namespace {
 
-const Callbacks* known_callbacks = nullptr;
+const FromPython* known = nullptr;
 
 }  // namespace
 
-const Callbacks& callbacks() {
-  return *known_callbacks;
+const FromPython& from_python() {
+  return *known;
 }
 
-void set_callbacks(const py::kwargs& given) {
-  known_callbacks = new Callbacks(given);
+void set_from_python(const py::kwargs& given) {
+  known = new FromPython(given);
 }
 
 py::object name_of(const torch::autograd::Node& node) {
   static auto& names = *new std::unordered_map<std::type_index, py::object>();
-  const auto known = names.find(typeid(node));
-  if (known != names.end()) {
-    return known->second;
+  const auto found = names.find(typeid(node));
+  if (found != names.end()) {
+    return found->second;
   }
   py::object name = py::str(node.name());
   if (std::string_view(typeid(node).name()).find("PyNode") == std::string_view::npos) {  // one class for all of Python's

@@ -27,8 +27,8 @@ struct NormFunctions {
   py::object batch_norm, instance_norm, layer_norm, group_norm;
 };
 
-struct Callbacks {
-  explicit Callbacks(const py::kwargs& given)
+struct FromPython {
+  explicit FromPython(const py::kwargs& given)
       : op_rule(given["op_rule"]),
         candidates(given["candidates"]),
         underivable(given["underivable"]),
@@ -59,8 +59,8 @@ struct Callbacks {
 };
 
 // Set when activations_cuda.recipes is imported.
-const Callbacks& callbacks();
-void set_callbacks(const py::kwargs& given);
+const FromPython& from_python();
+void set_from_python(const py::kwargs& given);
 
 // The interpreter's attributes, by names that are made once.
 inline py::object attribute(py::handle object, PyObject* name) {

@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -19,10 +18,10 @@
 #include "../devices.h"
 #include "../dispatch.h"
 #include "../dtypes.h"
+#include "computing.h"
 #include "fusion.h"
 #include "gradients/norms.h"
 #include "hook.h"
-#include "leaves.h"
 #include "value.h"
 #include "verification.h"
 
@@ -52,7 +51,7 @@ bool fits(const Smooth& activation, at::Device device, at::ScalarType of_grad) {
     const auto options = at::dtype(at::kFloat).device(device);
     const at::Tensor input = all_numbers(options, Order::first), grad = all_numbers(options.dtype(of_grad), Order::second);
     const py::object value = keep(input);
-    const auto found = compute_gradient(value_of(value), grad, *activation.gradient_opcode, {}, /*is_alone=*/true);
+    const auto found = compute_gradient(value_of(value), grad, *activation.gradient_opcode, {}, /*force=*/true);
     const py::gil_scoped_release no_gil;  // the device may be waiting for a callback that needs it
     return found && is_identical(*found, activation.backward(grad.to(at::kFloat), input));
   });
@@ -102,8 +101,7 @@ struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
     const Tables* tables = is_half(dtype) ? tables_for(activation_, grad) : nullptr;
     const std::lock_guard<std::mutex> lock(mutex_);
     const py::gil_scoped_acquire gil;
-    note_unpacking();
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const Reading reading;
     const py::object input = value_behind(fields_.input);
     if (!input || !value_of(input).is_recipe()) {
       return std::nullopt;
@@ -115,7 +113,7 @@ struct SmoothBackward : NodeOf<SmoothBackward, SmoothFields>, WithOrigin {
       return std::nullopt;
     }
     const Opcode opcode = *activation_.gradient_opcode;
-    return compute_gradient(value_of(input), grad, opcode, {}, /*is_alone=*/false, as_input);
+    return compute_gradient(value_of(input), grad, opcode, {}, /*force=*/false, as_input);
   }
 
   const Smooth& activation_;

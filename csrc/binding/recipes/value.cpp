@@ -61,7 +61,7 @@ void leave(Registry& registry, const Key& key, const Value* value) {
   }
 }
 
-int64_t configuration_of(const at::Tensor& tensor) {
+int64_t configuration_id_of(const at::Tensor& tensor) {
   // By its offset kernels read it in vectors or not.
   Configuration configuration = {static_cast<int64_t>(ConfigurationOf::kept_tensor), tensor.storage_offset() % 16};
   append(configuration, tensor.scalar_type(), tensor.device());
@@ -94,7 +94,7 @@ void Value::leave_registry() {
     leave(registry(), output_, this);
   }
   if (!operands.empty()) {
-    leave(recipes_by_operand(), std::make_pair(operands[0].ptr(), configuration), this);
+    leave(recipes_by_operand(), std::make_pair(operands[0].ptr(), configuration_id), this);
   }
   if (given_) {
     leave(givers(), given_->memory(), this);
@@ -135,8 +135,8 @@ bool Value::is_current() const {
 }
 
 bool Value::follows_from_outside() const {
-  return std::any_of(
-      roots.begin(), roots.end(), [](const py::object& root) { return static_cast<bool>(value_of(root).outside); });
+  return outside ||
+         std::any_of(roots.begin(), roots.end(), [](const py::object& root) { return value_of(root).outside != nullptr; });
 }
 
 void Value::check_unwritten() const {
@@ -210,7 +210,7 @@ py::object keep(const at::Tensor& tensor, const py::object& source, const py::ob
   if (tensor.layout() == at::kStrided && !tensor.is_nested()) {
     value.take_layout_of(tensor);
     value.has_strides = is_dense(value.sizes, value.strides);  // others, as of what is expanded, the hooks needn't restore
-    value.configuration = configuration_of(tensor);
+    value.configuration_id = configuration_id_of(tensor);
     if (tensor.has_storage()) {
       value.outside->memory = tensor.storage().getWeakStorageImpl();
     }
@@ -238,11 +238,11 @@ void append(Configuration& configuration, at::ScalarType dtype, c10::Device devi
   configuration.push_back(static_cast<int64_t>(device.type()) << 8 | (device.index() & 0xff));
 }
 
-int64_t configuration_of(Value& value) {
-  if (value.configuration < 0) {
-    value.configuration = configuration_of(value.held);  // others have theirs
+int64_t configuration_id_of(Value& value) {
+  if (value.configuration_id < 0) {
+    value.configuration_id = configuration_id_of(value.held);  // others have theirs
   }
-  return value.configuration;
+  return value.configuration_id;
 }
 
 void note(const py::object& object, const NodePointer& node, uint32_t output_nr) {
@@ -313,7 +313,7 @@ py::object given(const at::Tensor& tensor) {
 py::object equal_or_add(Value& recipe, const torch::autograd::Node& node) {
   recipe.sequence = node.sequence_nr();
   recipe.thread = node.thread_id();
-  const auto key = std::make_pair(recipe.operands[0].ptr(), recipe.configuration);
+  const auto key = std::make_pair(recipe.operands[0].ptr(), recipe.configuration_id);
   const auto found = recipes_by_operand().find(key);
   if (found != recipes_by_operand().end()) {
     py::object object = object_of(*found->second);
@@ -394,8 +394,8 @@ PyGetSetDef properties[] = {
     {"operands", get_operands, nullptr, nullptr, nullptr},
     {"arguments", get_arguments, nullptr, nullptr, nullptr},
     {"roots", get_roots, nullptr, "the kept values that it follows from in the end", nullptr},
-    {"configuration", [](PyObject* self, void*) { return PyLong_FromLongLong(value_of(self).configuration); }, nullptr,
-     "an id of all that its formula depends on but elements", nullptr},
+    {"configuration_id", [](PyObject* self, void*) { return PyLong_FromLongLong(value_of(self).configuration_id); }, nullptr,
+     "an id of all that its bits depend on but elements", nullptr},
     {"formula", [](PyObject* self, void*) { return or_none(value_of(self).formula); },
      [](PyObject* self, PyObject* formula, void*) {
        value_of(self).formula = py::reinterpret_borrow<py::object>(formula);

@@ -33,11 +33,11 @@ using Objects = c10::SmallVector<py::object, 1>;
 // An output of a node.
 using Output = std::pair<torch::autograd::Node*, uint32_t>;
 
-// Everything that a formula's bits depend on except the elements. The first number is that of a node's name or, if negative, a
+// Everything that a formula's bits depend on except the elements. The first is the id of a node's name or, if negative, a
 // ConfigurationOf.
 using Configuration = c10::SmallVector<int64_t, 32>;
 
-enum class ConfigurationOf : int64_t { kept_tensor = -7, positions, downcast, written_to, mask, view, equal };
+enum class ConfigurationOf : int64_t { kept_tensor = -6, downcast, written_to, mask, view, equal };
 static_assert(static_cast<int64_t>(ConfigurationOf::equal) == -1);
 
 struct NormCall;
@@ -46,7 +46,7 @@ struct Pass;
 // What the hooks around a scope have of a tensor.
 struct Outside {
   py::object hooks;                                                 // a pair
-  c10::VariableVersion version;                                     // of the tensor, which counts on
+  c10::VariableVersion version;                                     // the tensor's version counter, shared with it
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;  // its memory, if it has any
   py::object packed;                                                // what they made of it
   int64_t version_given_back = 0;                                   // its count before they last gave it back
@@ -74,15 +74,15 @@ struct Value {
   bool stands_for(const at::Tensor& tensor) const;
   bool is_current() const;
 
-  // The tensor, for a recipe: computed once in a backward pass if it has several readers. `is_temporary` is set if nobody else
-  // has its memory.
-  at::Tensor tensor(bool* is_temporary = nullptr);
+  // The tensor, for a recipe: computed once in a backward pass if it has several readers. `is_new` is set if nobody else has
+  // its memory.
+  at::Tensor tensor(bool* is_new = nullptr);
   // As tensor(), for a backward pass. A graph that it makes may save the tensor, so the next pass is given that once more.
   at::Tensor give();
-  at::Tensor compute(bool* is_temporary = nullptr);
+  at::Tensor compute(bool* is_new = nullptr);
   // Raises autograd's error if what it is, or what it replaces, was written to.
   void check_unwritten() const;
-  // Whether it follows from what the hooks around a scope have, which they may give back in one backward pass only.
+  // Whether it is, or follows from, what the hooks around a scope have, which they may give back in one backward pass only.
   bool follows_from_outside() const;
   bool must_be_computed_once() const { return readers > 1 && follows_from_outside(); }
   // The half type that all elements of a float32 recipe came from, by movements alone, or undefined.
@@ -111,13 +111,13 @@ struct Value {
   // The strides of the op's output, for a recipe that replaces no tensor, if a node has saved that output or a clone of it.
   // By pointer, since few have it, and a value is to be small (add_value_type).
   std::unique_ptr<const at::DimVector> strides_of_output;
-  int64_t configuration = -1;
+  int64_t configuration_id = -1;
 
-  // What is kept: a tensor, or what the hooks around the scope have.
+  // What is kept: a tensor, or what the hooks around the scope have of it. A value that is no recipe has exactly one of them.
   at::Tensor held;
   bool is_copy = false;              // of the output that it stands for, which somebody else may have, too
   bool is_rearranged = false;        // a copy, whose strides may not be those of the tensor that ops have read
-  std::unique_ptr<Outside> outside;  // or null; by pointer, as above
+  std::unique_ptr<Outside> outside;  // or null; by pointer, since few have it
   int64_t stream = 0;
   bool is_private = false;                    // a parameter that only what saved it may read
   py::object copy;                            // what recipes read in its place (leaves.h, calls.h), or null
@@ -127,8 +127,8 @@ struct Value {
   py::object formula;
   Objects operands, arguments;
   std::vector<py::object> roots;                 // the kept values that it follows from in the end
-  std::optional<c10::VariableVersion> replaced;  // the version of the tensor that it replaces, which counts on
-  bool fuses = true;                             // whether it may be part of a program, see fusion.h
+  std::optional<c10::VariableVersion> replaced;  // the version counter of the tensor that it replaces, shared with it
+  bool fuses = true;                             // whether it may be part of a program, see lowering.h
   uint64_t sequence = 0, thread = 0;             // of its node: the first counts up in each thread
   int depth = 0;
   int max_writes = 0;  // the highest version that its own ops explain: beyond it, somebody else has written to the tensor
@@ -140,10 +140,11 @@ struct Value {
 
   // `tensor`: whose version is found; null where only its version is left.
   void check_version(int64_t found, const at::Tensor* tensor = nullptr) const;
-  at::Tensor find_or_compute(bool* is_temporary);
+  at::Tensor find_or_compute(bool* is_new);
   at::Tensor remember(int task, at::Tensor tensor);
+  at::Tensor compute_recipe(bool* is_new);
   // What is new has the version of the tensor that it stands for.
-  at::Tensor compute_in_version(bool* is_temporary = nullptr);
+  at::Tensor compute_in_version(bool* is_new = nullptr);
   // What the hooks outside give back.
   py::object fetch();
   // The formula of the operands. `is_new`: nobody else has the result.
@@ -178,7 +179,7 @@ void append(Configuration& configuration, at::ScalarType dtype, c10::Device devi
 // Equal configurations have one id.
 int64_t id_of(const Configuration& configuration);
 // The id of a value's configuration.
-int64_t configuration_of(Value& value);
+int64_t configuration_id_of(Value& value);
 
 // From a node's output to its value, if it is alive. A registry of addresses, each with a weak reference to its node, since
 // addresses are used again.

@@ -4,6 +4,7 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace fastact::recipes {
 
@@ -15,17 +16,16 @@ bool are_identical(at::TensorList tensors, at::TensorList others) {
 
 at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_t seed) {
   const auto dtype = options.dtype().toScalarType();
-  struct {
-    uint32_t random, fixed;  // which bits of a word are, and what the others are
-  } const pattern = dtype == at::kFloat  ? decltype(pattern){0x81ffffff, 0x3e000000}
-                    : dtype == at::kHalf ? decltype(pattern){0x8fff8fff, 0x30003000}
-                                         : decltype(pattern){0x81ff81ff, 0x3e003e00};
+  // Which bits of a word are random, and what the others are.
+  const auto [random, fixed] = dtype == at::kFloat  ? std::pair(0x81ffffffu, 0x3e000000u)
+                               : dtype == at::kHalf ? std::pair(0x8fff8fffu, 0x30003000u)
+                                                    : std::pair(0x81ff81ffu, 0x3e003e00u);
   const int64_t numbers = c10::multiply_integers(sizes), words = dtype == at::kFloat ? numbers : (numbers + 1) / 2;
   at::Tensor bits = at::arange(seed, seed + words, options.dtype(at::kInt));
   bits.mul_(0x61c88647);
   bits.bitwise_xor_(bits.bitwise_right_shift(15)).mul_(0x2c1b3c6d);
   bits.bitwise_xor_(bits.bitwise_right_shift(12));
-  bits.bitwise_and_(static_cast<int32_t>(pattern.random)).bitwise_or_(static_cast<int32_t>(pattern.fixed));
+  bits.bitwise_and_(static_cast<int32_t>(random)).bitwise_or_(static_cast<int32_t>(fixed));
   return bits.view(dtype).narrow(0, 0, numbers).view(sizes);
 }
 

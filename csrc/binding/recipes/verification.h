@@ -13,27 +13,27 @@
 
 namespace fastact::recipes {
 
-// As is_identical(), of those that are defined.
+// Whether each pair is identical, or undefined in both.
 bool are_identical(at::TensorList tensors, at::TensorList others);
 
 // Numbers of either sign, from 1/8 to 2 in magnitude, that look random: float32 or of a half type.
 at::Tensor some_numbers(at::IntArrayRef sizes, at::TensorOptions options, int64_t seed);
 
-// Numbers of every magnitude, NaN among them, in one of two orders: of a half type all. As many of each dtype.
+// 2^18 numbers of every magnitude, NaN among them, in one of two orders; of a half type, all there are.
 enum class Order { first, second };
 at::Tensor all_numbers(at::TensorOptions options, Order order);
 
-// Whether a kernel gives the ops' bits, for each configuration: all that decides it, beside the numbers.
-template <class Configuration>
+// Whether a kernel gives the ops' bits, by all that decides it beside the numbers.
+template <class Key>
 class Verdicts {
  public:
   // What trial(), which waits for the device, returned when this was first asked; false where it can't be called now, or fails.
   template <class Trial>
-  bool find(const Configuration& configuration, at::Device device, const Trial& trial) {
+  bool find(const Key& key, at::Device device, const Trial& trial) {
     constexpr int most_failures = 3;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (const auto& known = verdicts_[configuration].verdict) {
+      if (const auto& known = verdicts_[key].verdict) {
         return *known;
       }
     }
@@ -46,7 +46,7 @@ class Verdicts {
     } catch (const c10::Error&) {  // later there may be room, or it may wait; but each attempt empties the allocator's cache
     }
     const std::lock_guard<std::mutex> lock(mutex_);
-    Verdict& verdict = verdicts_[configuration];
+    Verdict& verdict = verdicts_[key];
     if (!found && ++verdict.failures == most_failures) {
       found = false;
     }
@@ -63,7 +63,7 @@ class Verdicts {
   };
 
   std::mutex mutex_;
-  std::map<Configuration, Verdict> verdicts_;
+  std::map<Key, Verdict> verdicts_;
 };
 
 }  // namespace fastact::recipes

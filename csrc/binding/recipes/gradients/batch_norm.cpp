@@ -22,9 +22,9 @@
 #include "../../dispatch.h"
 #include "../../dtypes.h"
 #include "../../node.h"
+#include "../computing.h"
+#include "../element.h"
 #include "../formulas.h"
-#include "../leaves.h"
-#include "../lowering.h"
 #include "../masks.h"
 #include "../python.h"
 #include "../verification.h"
@@ -163,16 +163,15 @@ bool fits(const at::Tensor& grad, const BatchNormSaved& saved) {
 
 // Whether what a node has saved may be read, and again by the node: the hooks around the scope may give a tensor back once.
 bool may_be_read_twice(Node& node, const SavedVariable& saved) {
-  return with_value(node, saved, [](const py::object& value) {
-    return value && !value_of(value).outside && !value_of(value).follows_from_outside();
-  });
+  return with_value(node, saved, [](const py::object& value) { return value && !value_of(value).follows_from_outside(); });
 }
 
 // What a norm has saved, read as the node itself does.
 BatchNormSaved saved_by(NativeBatchNormBackward0& norm) {
   const std::lock_guard<std::mutex> lock(mutex_of(norm));
   const NodePointer pointer = pointer_to(&norm);
-  norm.running_mean_.unpack(), norm.running_var_.unpack();  // for the hooks outside, which wait to give them back
+  norm.running_mean_.unpack();  // for the hooks outside, which wait to give them back
+  norm.running_var_.unpack();
   return {norm.input_.unpack(), norm.weight_.unpack(), norm.result1_.unpack(pointer), norm.result2_.unpack(pointer), {}, {}};
 }
 
@@ -194,7 +193,7 @@ at::Tensor bias_before(ReluBackward0& relu) {
     if (!norm || !is_value(norm->operands[2])) {
       return at::Tensor();
     }
-    note_unpacking();
+    const Reading reading;
     value_of(output).check_unwritten();
     return value_of(norm->operands[2]).tensor();
   });

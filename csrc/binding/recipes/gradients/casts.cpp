@@ -1,11 +1,9 @@
 #include "casts.h"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include "../../dtypes.h"
 #include "../computing.h"
-#include "../leaves.h"
 #include "../smooth.h"
 #include "nodes.h"
 
@@ -94,8 +92,7 @@ at::Tensor saved_in_half(Node& node, const SavedVariable& saved, at::ScalarType 
         value_of(object).must_be_computed_once()) {
       return at::Tensor();
     }
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    note_unpacking();
+    const Reading reading;
     value_of(object).check_unwritten();
     return in_half(value_of(object));
   });

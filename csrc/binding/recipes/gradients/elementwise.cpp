@@ -4,7 +4,6 @@
 #include <ATen/ops/pow.h>
 #include <ATen/ops/silu_backward.h>
 #include <ATen/ops/tanh_backward.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
@@ -14,9 +13,9 @@
 
 #include "../../dtypes.h"
 #include "../../strides.h"
+#include "../computing.h"
 #include "../formulas.h"
 #include "../fusion.h"
-#include "../leaves.h"
 #include "../python.h"
 #include "../verification.h"
 #include "answers.h"
@@ -180,8 +179,7 @@ class ElementwisePreHook : public PreHook {
       if (!may_be_faster(saved)) {
         return decline(node_, grads);
       }
-      const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-      note_unpacking();
+      const Reading reading;
       for (const py::object& each : saved) {  // as the node reads them all
         if (each) {
           value_of(each).check_unwritten();
@@ -208,7 +206,7 @@ class ElementwisePreHook : public PreHook {
   bool may_be_faster(const Objects& saved) const {
     bool has_recipe = false;
     for (size_t i = 0; i < saved.size(); ++i) {
-      if (is_needed(i) ? !saved[i] : saved[i] && (value_of(saved[i]).outside || value_of(saved[i]).follows_from_outside())) {
+      if (is_needed(i) ? !saved[i] : saved[i] && value_of(saved[i]).follows_from_outside()) {
         return false;
       }
       has_recipe |= is_needed(i) && value_of(saved[i]).is_recipe();

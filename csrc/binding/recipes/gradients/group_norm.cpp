@@ -17,7 +17,7 @@
 #include "../../dispatch.h"
 #include "../../dtypes.h"
 #include "../../node.h"
-#include "../lowering.h"
+#include "../element.h"
 #include "../verification.h"
 #include "answers.h"
 #include "casts.h"
