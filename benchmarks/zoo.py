@@ -95,7 +95,8 @@ def measure(label, choice, dtype, memory_format):
 
 
 def is_short(row):
-    return "failure" in row or row.get("equal") is False or row.get("memory", 0) > 1
+    # The allocator's blocks are up to 1 MiB larger than what was asked for, which shows where weights are all of the peak.
+    return "failure" in row or row.get("equal") is False or row.get("memory", 0) > 1.005
 
 
 def main():

@@ -194,6 +194,11 @@ def test_a_cast_before_is_in_the_pass(device):
     assert before["ToCopyBackward0"] == 1 and after["ToCopyBackward0"] == 0
 
 
+def test_a_cast_behind_what_is_saved_as_usual(device):
+    """SiLU's gradient, whose input isn't a recipe, is PyTorch's, in float32."""
+    check(Net(lambda x, y: F.silu(x).to(BF16) * y, of_y=BF16, device=device, saved=True))
+
+
 def test_a_hook_that_comes_while_the_pass_is_on_its_way(device):
     net = Net(torch.pow, (64, 96), BF16, BF16, of_output=torch.float32, device=device)
 

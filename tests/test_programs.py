@@ -92,6 +92,20 @@ def test_program(formula, dtype, shape, layout, device):
         assert is_identical(found, expected) and found.stride() == expected.stride()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gate_of_each_sample(dtype, shape, layout):
+    """Behind a norm and an activation, as in squeeze-and-excitation."""
+    x, operands, arguments, z = case(norms.batch_norm_elementwise, dtype, shape, layout, "cuda")
+    gate = torch.rand((*shape[:2], 1, 1), device="cuda").to(dtype)
+    norm = _C.recipes.recipe(z, norms.batch_norm_elementwise, (x, *operands), arguments)
+    relu = _C.recipes.recipe(z, torch.relu, (norm,), ())
+    expected = torch.relu(z) * gate
+    assert is_identical(fused(torch.mul, (relu, gate), (), expected), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("formula", [f for f in FORMULAS if FORMULAS[f].is_tabulated], ids=lambda f: f.__name__)
 def test_table(formula, dtype, device):
