@@ -310,4 +310,6 @@ def test_figures_of_frameworks():
     assert re.findall(r"^\| .+% \|$", page, re.MULTILINE) == expected
     assert all(row[f"{what}_equal"] for row in rows for what in ("losses", "weights"))
     assert {row["dtype"] for row in rows} == {"bfloat16"} and "Two H200, bfloat16" in page
+    low, high = (100 * each - 100 for each in rows[-1]["spread"])
+    assert f"time varies: by {low:.0f} to +{high:.0f}% in this run" in page
     assert {row["steps"] for row in rows} == {20} and "All losses and weights of 20 steps are equal" in page
