@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,29 +18,42 @@ from activations_cuda._load import has_gpu
 from activations_cuda.memory import memory_report, require
 
 
-def torchvision_model(name):
-    models = require("torchvision").models
-    return models.list_models(module=models), lambda: models.get_model(name)  # those that classify images
-
-
-def timm_model(name):
-    timm = require("timm")
-    return [*timm.list_models(), *timm.list_pretrained()], lambda: timm.create_model(name)
-
-
-LIBRARIES = {"torchvision": torchvision_model, "timm": timm_model}
-
-
-def load(spec):
-    """The model that `library:name` names, without weights."""
-    library, _, name = spec.lower().partition(":")
-    if library not in LIBRARIES or not name:
-        raise ValueError(f"expected torchvision:NAME or timm:NAME, got {spec}")
-    known, create = LIBRARIES[library](name)
+def check_known(library, name, known):
     if name not in known:
         close = difflib.get_close_matches(name, known)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise ValueError(f"{library} has no image classifier {name}{hint}")
+
+
+def torchvision_model(name):
+    models = require("torchvision").models
+    check_known("torchvision", name.lower(), models.list_models(module=models))  # those that classify images
+    return partial(models.get_model, name.lower())
+
+
+def timm_model(name):
+    timm = require("timm")
+    check_known("timm", name.lower(), [*timm.list_models(), *timm.list_pretrained()])
+    return partial(timm.create_model, name.lower())
+
+
+def transformers_model(name):
+    """By a configuration, of the hub or in a folder."""
+    transformers = require("transformers")
+    config = transformers.AutoConfig.from_pretrained(name)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    return partial(kind or transformers.AutoModel.from_config, config)
+
+
+LIBRARIES = {"torchvision": torchvision_model, "timm": timm_model, "transformers": transformers_model}
+
+
+def load(spec):
+    """The model that `library:name` names, without weights."""
+    library, _, name = spec.partition(":")
+    if library.lower() not in LIBRARIES or not name:
+        raise ValueError(f"expected torchvision:NAME, timm:NAME or transformers:NAME, got {spec}")
+    create = LIBRARIES[library.lower()](name)
     try:
         with torch.device("meta"):
             return create()
@@ -56,13 +70,16 @@ def autocast(dtype):
 
 def report(arguments):
     model = load(arguments.model)
-    shape = arguments.batch, 3, arguments.size, arguments.size
+    if getattr(model, "main_input_name", "") == "input_ids":
+        what, shape, dtype = "tokens", (arguments.batch, arguments.tokens), torch.long
+    else:
+        what, shape, dtype = "images", (arguments.batch, 3, arguments.size, arguments.size), torch.float32
     try:
-        images = torch.empty(shape, device="meta")
+        inputs = torch.empty(shape, dtype=dtype, device="meta")
         with autocast(arguments.autocast):
-            result = memory_report(model, images, recompute=arguments.recompute)
+            result = memory_report(model, inputs, recompute=arguments.recompute)
     except Exception as error:  # whatever a model raises that wants something else
-        raise ValueError(f"{arguments.model} doesn't take images of shape {shape}: {error}") from error
+        raise ValueError(f"{arguments.model} doesn't take {what} of shape {shape}: {error}") from error
     try:
         if arguments.json:
             arguments.json.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
@@ -107,9 +124,14 @@ def main(argv=None):
     command = commands.add_parser(
         "report", help="what a model saves for backward, before and after conversion", description=about
     )
-    command.add_argument("model", help="torchvision:NAME or timm:NAME, as in torchvision:mobilenet_v2")
-    command.add_argument("--batch", type=positive, default=1, help="images in a batch (default: %(default)s)")
+    command.add_argument(
+        "model",
+        help="torchvision:NAME, timm:NAME or transformers:NAME, e.g. torchvision:mobilenet_v2 or transformers:gpt2; of "
+        "transformers a name on the hub, whose configuration is downloaded, or a folder",
+    )
+    command.add_argument("--batch", type=positive, default=1, help="images or sequences in a batch (default: %(default)s)")
     command.add_argument("--size", type=positive, default=224, help="height and width of an image (default: %(default)s)")
+    command.add_argument("--tokens", type=positive, default=512, help="tokens in a sequence (default: %(default)s)")
     command.add_argument("--autocast", choices=["bfloat16", "float16"], help="count under torch.autocast with this dtype")
     command.add_argument("--recompute", action="store_true", help="report what is saved within recompute() too")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, in bytes, to this file too")

@@ -87,7 +87,7 @@ def test_mistakes_in_a_command(arguments, message, monkeypatch, capsys):
     def create():
         raise RuntimeError("no values")
 
-    monkeypatch.setitem(command.LIBRARIES, "torchvision", lambda name: (["wants_values"], create))
+    monkeypatch.setitem(command.LIBRARIES, "torchvision", lambda name: create)
     with pytest.raises(SystemExit):
         command.main(arguments)
     assert message in capsys.readouterr().err

@@ -215,8 +215,9 @@ def fails(arguments, capsys):
 
 
 def test_command_refuses_bad_input(capsys, monkeypatch):
-    assert "expected torchvision:NAME or timm:NAME, got mobilenet_v2" in fails(["report", "mobilenet_v2"], capsys)
-    assert "expected torchvision:NAME or timm:NAME, got keras:vgg" in fails(["report", "keras:vgg"], capsys)
+    expected = "expected torchvision:NAME, timm:NAME or transformers:NAME, got"
+    assert f"{expected} mobilenet_v2" in fails(["report", "mobilenet_v2"], capsys)
+    assert f"{expected} keras:vgg" in fails(["report", "keras:vgg"], capsys)
     assert "expected a whole number from 1 to 2147483647, got 0" in fails(["report", "timm:vgg11", "--batch", "0"], capsys)
     assert "got \u0663" in fails(["report", "timm:vgg11", "--batch", "\u0663"], capsys)
     monkeypatch.setitem(sys.modules, "torchvision", None)
@@ -226,7 +227,7 @@ def test_command_refuses_bad_input(capsys, monkeypatch):
 
 
 def test_command_creates_what_wants_values(monkeypatch):
-    monkeypatch.setitem(command.LIBRARIES, "timm", lambda name: (["net"], lambda: nn.Linear(int(torch.ones(8).sum()), 8)))
+    monkeypatch.setitem(command.LIBRARIES, "timm", lambda name: lambda: nn.Linear(int(torch.ones(8).sum()), 8))
     assert command.load("timm:net").weight.device.type == "cpu"
 
 
@@ -258,6 +259,18 @@ def test_command(model, capsys, tmp_path):
     assert "\nin all" in capsys.readouterr().out
     assert paths[1].stat().st_size > 10000
     assert "did you mean" in fails(["report", model + "0"], capsys)
+
+
+@pytest.mark.parametrize("head", ["GPT2LMHeadModel", None])
+def test_command_for_a_model_of_transformers(head, capsys, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100, architectures=[head] if head else None)
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "report.json"
+    main(["report", f"transformers:{tmp_path}", "--batch", "8", "--tokens", "64", "--recompute", "--json", str(path)])
+    result = json.loads(path.read_text())
+    assert result["recompute"] < 0.8 * result["before"]
+    assert ("lm_head" in capsys.readouterr().out) is bool(head)
 
 
 def kept_in_scope(model, x):
