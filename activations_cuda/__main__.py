@@ -3,65 +3,17 @@ built and found."""
 
 import argparse
 import dataclasses
-import difflib
 import json
 import signal
 import sys
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
-from activations_cuda import build_info, demo
+from activations_cuda import build_info, demo, known_models
 from activations_cuda._load import has_gpu
-from activations_cuda.memory import memory_report, require
-
-
-def check_known(library, name, known):
-    if name not in known:
-        close = difflib.get_close_matches(name, known)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise ValueError(f"{library} has no image classifier {name}{hint}")
-
-
-def torchvision_model(name):
-    models = require("torchvision").models
-    check_known("torchvision", name.lower(), models.list_models(module=models))  # those that classify images
-    return partial(models.get_model, name.lower())
-
-
-def timm_model(name):
-    timm = require("timm")
-    check_known("timm", name.lower(), [*timm.list_models(), *timm.list_pretrained()])
-    return partial(timm.create_model, name.lower())
-
-
-def transformers_model(name):
-    """By a configuration, of the hub or in a folder."""
-    transformers = require("transformers")
-    config = transformers.AutoConfig.from_pretrained(name)
-    kind = getattr(transformers, (config.architectures or [""])[0], None)
-    return partial(kind or transformers.AutoModel.from_config, config)
-
-
-LIBRARIES = {"torchvision": torchvision_model, "timm": timm_model, "transformers": transformers_model}
-
-
-def load(spec):
-    """The model that `library:name` names, without weights."""
-    library, _, name = spec.partition(":")
-    if library.lower() not in LIBRARIES or not name:
-        raise ValueError(f"expected torchvision:NAME, timm:NAME or transformers:NAME, got {spec}")
-    create = LIBRARIES[library.lower()](name)
-    try:
-        with torch.device("meta"):
-            return create()
-    except Exception as error:  # whatever a constructor raises that wants something else
-        if "meta" in str(error):  # it computes with values, as torchvision's RegNets do
-            with suppress(Exception):
-                return create()
-        raise ValueError(f"{spec} can't be created on the meta device: {error}") from error
+from activations_cuda.memory import memory_report
 
 
 def autocast(dtype):
@@ -69,17 +21,14 @@ def autocast(dtype):
 
 
 def report(arguments):
-    model = load(arguments.model)
-    if getattr(model, "main_input_name", "") == "input_ids":
-        what, shape, dtype = "tokens", (arguments.batch, arguments.tokens), torch.long
-    else:
-        what, shape, dtype = "images", (arguments.batch, 3, arguments.size, arguments.size), torch.float32
+    model = known_models.load(arguments.model)
     try:
-        inputs = torch.empty(shape, dtype=dtype, device="meta")
+        inputs = known_models.inputs_of(model, arguments.batch, arguments.size, arguments.tokens)
         with autocast(arguments.autocast):
             result = memory_report(model, inputs, recompute=arguments.recompute)
     except Exception as error:  # whatever a model raises that wants something else
-        raise ValueError(f"{arguments.model} doesn't take {what} of shape {shape}: {error}") from error
+        given = f"--batch {arguments.batch}, --size {arguments.size}, --tokens {arguments.tokens}"
+        raise ValueError(f"{arguments.model} fails with inputs of {given}: {error}") from error
     try:
         if arguments.json:
             arguments.json.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
@@ -126,8 +75,8 @@ def main(argv=None):
     )
     command.add_argument(
         "model",
-        help="torchvision:NAME, timm:NAME or transformers:NAME, e.g. torchvision:mobilenet_v2 or transformers:gpt2; of "
-        "transformers a name on the hub, whose configuration is downloaded, or a folder",
+        help="torchvision:NAME, timm:NAME or transformers:NAME, e.g. torchvision:mobilenet_v2; of transformers, NAME is a "
+        "model on the Hugging Face Hub, of which only the configuration is downloaded, or a local folder",
     )
     command.add_argument("--batch", type=positive, default=1, help="images or sequences in a batch (default: %(default)s)")
     command.add_argument("--size", type=positive, default=224, help="height and width of an image (default: %(default)s)")

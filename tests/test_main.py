@@ -11,6 +11,7 @@ import torch
 import activations_cuda
 import activations_cuda.__main__ as command
 import activations_cuda.demo as main
+from activations_cuda import known_models
 
 
 def test_as_a_command():
@@ -87,7 +88,7 @@ def test_mistakes_in_a_command(arguments, message, monkeypatch, capsys):
     def create():
         raise RuntimeError("no values")
 
-    monkeypatch.setitem(command.LIBRARIES, "torchvision", lambda name: create)
+    monkeypatch.setitem(known_models.LIBRARIES, "torchvision", lambda name: create)
     with pytest.raises(SystemExit):
         command.main(arguments)
     assert message in capsys.readouterr().err

@@ -13,8 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import activations_cuda
-from activations_cuda import __main__ as command
-from activations_cuda import scope_survey
+from activations_cuda import known_models, scope_survey
 from activations_cuda.__main__ import main
 from activations_cuda.memory import LayerMemory, memory_report, saved_bytes
 from activations_cuda.recipes.verification import forget_choices
@@ -197,7 +196,7 @@ MODELS = {
 def test_known_models_are_never_worse_off(spec, shape, dtype):
     """Once all that would gain nothing is left alone."""
     pytest.importorskip(spec.split(":")[0], exc_type=Exception)
-    model = command.load(spec)
+    model = known_models.load(spec)
     images = torch.empty(shape, device="meta")
     with torch.autocast("cpu", dtype=dtype, enabled=dtype == torch.bfloat16):
         report = activations_cuda.memory_report(model, images)
@@ -227,12 +226,12 @@ def test_command_refuses_bad_input(capsys, monkeypatch):
 
 
 def test_command_creates_what_wants_values(monkeypatch):
-    monkeypatch.setitem(command.LIBRARIES, "timm", lambda name: lambda: nn.Linear(int(torch.ones(8).sum()), 8))
-    assert command.load("timm:net").weight.device.type == "cpu"
+    monkeypatch.setitem(known_models.LIBRARIES, "timm", lambda name: lambda: nn.Linear(int(torch.ones(8).sum()), 8))
+    assert known_models.load("timm:net").weight.device.type == "cpu"
 
 
 def test_command_under_autocast(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "load", lambda spec: nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3)))
+    monkeypatch.setattr(known_models, "load", lambda spec: nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3)))
     path = tmp_path / "report.json"
     for options, saves in ((), False), (["--autocast", "bfloat16"], True):
         main(["report", "timm:net", "--json", str(path), *options])
@@ -241,9 +240,9 @@ def test_command_under_autocast(capsys, monkeypatch, tmp_path):
 
 
 def test_command_says_what_a_model_or_a_path_raises(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "load", lambda spec: Net())
-    assert "timm:net doesn't take images of shape (1, 3, 224, 224): " in fails(["report", "timm:net"], capsys)
-    monkeypatch.setattr(command, "load", lambda spec: nn.Identity())
+    monkeypatch.setattr(known_models, "load", lambda spec: Net())
+    assert "timm:net fails with inputs of --batch 1, --size 224, --tokens 512: " in fails(["report", "timm:net"], capsys)
+    monkeypatch.setattr(known_models, "load", lambda spec: nn.Identity())
     assert "No such file" in fails(["report", "timm:net", "--json", str(tmp_path / "no" / "a.json")], capsys)
 
 
@@ -261,16 +260,61 @@ def test_command(model, capsys, tmp_path):
     assert "did you mean" in fails(["report", model + "0"], capsys)
 
 
-@pytest.mark.parametrize("head", ["GPT2LMHeadModel", None])
-def test_command_for_a_model_of_transformers(head, capsys, tmp_path):
+@pytest.fixture
+def configuration(tmp_path):
+    """Saves one of transformers, and returns its name for the command."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100, architectures=[head] if head else None)
-    config.save_pretrained(tmp_path)
-    path = tmp_path / "report.json"
-    main(["report", f"transformers:{tmp_path}", "--batch", "8", "--tokens", "64", "--recompute", "--json", str(path)])
-    result = json.loads(path.read_text())
-    assert result["recompute"] < 0.8 * result["before"]
+
+    def save(name, **options):
+        getattr(transformers, name)(**options).save_pretrained(tmp_path)
+        return f"transformers:{tmp_path}"
+
+    return save
+
+
+GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100}
+
+
+@pytest.mark.parametrize("head", ["GPT2LMHeadModel", None])
+def test_command_for_a_model_of_transformers(head, configuration, capsys, tmp_path):
+    """Whatever its dropout in attention, of which a GPU saves nothing."""
+    path, results = tmp_path / "report.json", []
+    for dropout in (0.1, 0.0):
+        spec = configuration("GPT2Config", **GPT2, attn_pdrop=dropout, architectures=[head] if head else None)
+        main(["report", spec, "--batch", "8", "--tokens", "64", "--recompute", "--json", str(path)])
+        results.append(json.loads(path.read_text()))
+    assert results[0] == results[1] and results[0]["recompute"] < 0.8 * results[0]["before"]
     assert ("lm_head" in capsys.readouterr().out) is bool(head)
+
+
+SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "takes"),
+    [
+        ("T5Config", {"d_model": 32, "num_layers": 1, "architectures": ["T5ForConditionalGeneration"]}, None),
+        ("ViTConfig", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, None),
+        ("WhisperConfig", SMALL, "expected a model of images or tokens, got one of input_features"),
+        ("CLIPConfig", {}, "fails with inputs of --batch 1"),
+        ("GPT2Config", {**GPT2, "architectures": ["GPT7"]}, "transformers has no model GPT7"),
+        ("GPT2Config", {**GPT2, "architectures": ["logging"]}, "transformers has no model logging"),
+    ],
+)
+def test_what_models_of_transformers_take(name, options, takes, configuration, capsys):
+    spec = configuration(name, **options)
+    if takes:
+        assert takes in fails(["report", spec], capsys)
+    else:
+        main(["report", spec, "--recompute"])
+        assert "in all" in capsys.readouterr().out
+
+
+def test_a_configuration_that_transformers_cannot_read(configuration, capsys, tmp_path):
+    spec = configuration("BertConfig")
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"hidden_size": 768', '"hidden_size": "x"'))
+    assert f"transformers can't read a configuration {tmp_path}" in fails(["report", spec], capsys)
 
 
 def kept_in_scope(model, x):
