@@ -195,7 +195,7 @@ def test_a_cast_before_is_in_the_pass(device):
 
 
 def test_a_cast_behind_what_is_saved_as_usual(device):
-    """SiLU's gradient, whose input isn't a recipe, is PyTorch's, in float32."""
+    """SiLU's gradient is PyTorch's where its input isn't a recipe, though the gradient behind it may wait in the half type."""
     check(Net(lambda x, y: F.silu(x).to(BF16) * y, of_y=BF16, device=device, saved=True))
 
 

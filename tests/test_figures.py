@@ -257,7 +257,8 @@ def test_figures_of_the_zoo():
     assert result["steps"] == 3
     less = f"up to {1 - min(memory):.0%} less memory, the median {1 - statistics.median(memory):.0%}"
     more = f"and two need {max(memory) - 1:.1%} more"
-    assert f"All {len(memory)} nets are equal to the bit. They need {less}, {more}" in text and sorted(memory)[-3] <= 1
+    assert f"All {len(memory)} nets are equal to the bit. They need {less}, {more}" in text
+    assert sum(each > 1 for each in memory) == 2
     assert len(memory) + len(skipped) == len(result["rows"])
     assert all(row["net"].startswith("transformers") for row in skipped)
     assert f"{len(skipped)} more of transformers were skipped" in text

@@ -31,11 +31,11 @@ class Lowering {
       return false;
     }
     ++formulas_;
-    if (!append_formula(recipe)) {
+    const Facts& facts = facts_of(recipe.formula);
+    if (!append_formula(recipe, facts)) {
       return false;
     }
-    const auto& program = facts_of(recipe.formula).program;
-    const bool is_cast = program && program->empty();  // which rounds the instruction before
+    const bool is_cast = facts.program && facts.program->empty();  // which rounds the instruction before
     Element& rounded_to = lowered_.instructions.back().rounded_to;
     if (!is_cast || rounded_to == Element::float32) {
       rounded_to = element_of(recipe.dtype);
@@ -65,9 +65,8 @@ class Lowering {
  private:
   static constexpr int kMaxAttempts = 4 * Program::kMaxInstructions;  // more than any program has use for
 
-  bool append_formula(Value& recipe) {
+  bool append_formula(Value& recipe, const Facts& facts) {
     Value& first = value_of(recipe.operands[0]);
-    const Facts& facts = facts_of(recipe.formula);
     if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && recipe.operands.size() == 1 && facts.is_tabulated) {
       return append_operand(recipe, first) && append_table(recipe);
     }
