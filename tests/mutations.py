@@ -204,7 +204,7 @@ ON = {
         Mutant("the next plane begins later", CUDA_BATCH_NORM_PLANES, "x_ >= norm_.plane", "x_ > norm_.plane"),
         Mutant("every vector has a mask's first bits", CUDA_BATCH_NORM_SHARED, " >> (offset % kMaskBits)", ""),
         Mutant("a plane's gradient is read as channels", BATCH_NORM, "plane_of(input) == plane_of(grad) && ", ""),
-        Mutant("strides of the input", BATCH_NORM, "plane_of(input) == 1 ? at", "true ? at"),
+        Mutant("strides of the input", BATCH_NORM, "plane() == 1 ? at", "true ? at"),
         Mutant("a single channel is a plane", BATCH_NORM, "plane > 1 && tensor.stride(1) == 1 ? 0", "false ? 0"),
         Mutant("a norm that others read", ANSWERS, "next.use_count() == (has_saved ? 3 : 2) && ", ""),
         Mutant("a hook that comes during the pass", ANSWERS, " && python.ref_count() == kHoldersOfWrapper", ""),

@@ -60,7 +60,16 @@ struct BatchNormSaved {
   at::Tensor input, weight, mean, invstd, bias, mask;
 
   int64_t channels() const { return input.size(1); }
-  int64_t samples() const { return input.numel() / (channels() * plane_of(input)); }
+  int64_t plane() const { return plane_of(input); }
+  int64_t samples() const { return input.numel() / (channels() * plane()); }
+
+  bool is_served(const at::Tensor& grad) const;  // one that may be
+  bool fits(const at::Tensor& grad) const;
+  variable_list by_kernel(const at::Tensor& grad) const;
+  variable_list by_ops(const at::Tensor& grad, Needed needed = {true, true, true}) const;
+
+ private:
+  bool passes_trial() const;
 };
 
 // Whether the kernel may take a gradient, as far as that tells.
@@ -72,9 +81,7 @@ bool may_be_served(const at::Tensor& grad) {
   return plane > 1 || (plane == 1 && grad.size(1) % kVector == 0);
 }
 
-// Whether it takes one that it may take, with these.
-bool is_served(const at::Tensor& grad, const BatchNormSaved& saved) {
-  const auto& [input, weight, mean, invstd, bias, mask] = saved;
+bool BatchNormSaved::is_served(const at::Tensor& grad) const {
   const auto is_here = [&](const at::Tensor& tensor) { return is_plain(tensor) && tensor.device() == grad.device(); };
   const auto has_channels = [&](const at::Tensor& tensor, at::ScalarType dtype) {
     return tensor.scalar_type() == dtype && tensor.dim() == 1 && tensor.size(0) == grad.size(1) && tensor.is_contiguous() &&
@@ -87,14 +94,13 @@ bool is_served(const at::Tensor& grad, const BatchNormSaved& saved) {
          (!bias.defined() || has_channels(bias, weight.scalar_type()));
 }
 
-variable_list by_kernel(const at::Tensor& grad, const BatchNormSaved& saved) {
-  const auto& [input, weight, mean, invstd, bias, mask] = saved;
-  const auto format = plane_of(input) == 1 ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;  // as the op
+variable_list BatchNormSaved::by_kernel(const at::Tensor& grad) const {
+  const auto format = plane() == 1 ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;  // as the op
   variable_list result = {at::empty_like(input, format), at::empty_like(weight), at::empty_like(weight)};
   BatchNormGradient norm = {};
-  norm.samples = static_cast<int>(saved.samples());
-  norm.channels = static_cast<int>(saved.channels());
-  norm.plane = static_cast<int>(plane_of(input));
+  norm.samples = static_cast<int>(samples());
+  norm.channels = static_cast<int>(channels());
+  norm.plane = static_cast<int>(plane());
   norm.element = element_of(input.scalar_type());
   norm.grad = grad.const_data_ptr();
   norm.input = input.const_data_ptr();
@@ -113,8 +119,7 @@ variable_list by_kernel(const at::Tensor& grad, const BatchNormSaved& saved) {
   return result;
 }
 
-variable_list by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed needed = {true, true, true}) {
-  const auto& [input, weight, mean, invstd, bias, mask] = saved;
+variable_list BatchNormSaved::by_ops(const at::Tensor& grad, Needed needed) const {
   constexpr double no_eps = 0;  // with 1/std, and in training, it isn't read; nor are running statistics
   at::Tensor of_norm = grad;
   if (bias.defined()) {
@@ -129,20 +134,19 @@ variable_list by_ops(const at::Tensor& grad, const BatchNormSaved& saved, Needed
 
 // Whether the kernel gives the ops' bits for as many elements of other numbers: a model's first gradients don't tell, since
 // they are often zero.
-bool passes_trial(const BatchNormSaved& saved) {
+bool BatchNormSaved::passes_trial() const {
   constexpr int64_t tile = 32, enough = 1 << 18;  // channels that both treat alike; numbers that tell
-  const int64_t plane = plane_of(saved.input), of_channel = saved.samples() * plane;
-  const int64_t channels = std::max(std::min(saved.channels(), tile), plane == 1 ? 0 : enough / of_channel);
-  const int64_t sizes[] = {saved.samples(), channels, plane};
+  const int64_t of_channel = samples() * plane();
+  const int64_t many = std::max(std::min(channels(), tile), plane() == 1 ? 0 : enough / of_channel);
+  const int64_t sizes[] = {samples(), many, plane()};
   int64_t seed = 0;
   const auto some = [&](const at::Tensor& of, at::IntArrayRef sizes) { return some_numbers(sizes, of.options(), ++seed); };
-  BatchNormSaved trial = {
-      some(saved.input, sizes), some(saved.weight, {channels}), some(saved.mean, {channels}), some(saved.invstd, {channels})};
-  const at::Tensor grad = some(saved.input, sizes);
-  if (saved.bias.defined()) {
-    trial.bias = some(saved.bias, {channels});
-  } else if (saved.mask.defined()) {
-    trial.mask = some(saved.input, {mask_bytes(grad.numel())}).view(at::kByte);
+  BatchNormSaved trial = {some(input, sizes), some(weight, {many}), some(mean, {many}), some(invstd, {many})};
+  const at::Tensor grad = some(input, sizes);
+  if (bias.defined()) {
+    trial.bias = some(bias, {many});
+  } else if (mask.defined()) {
+    trial.mask = some(input, {mask_bytes(grad.numel())}).view(at::kByte);
   }
   return repeats_ops(grad, trial);
 }
@@ -152,13 +156,18 @@ using BatchNormConfiguration =
     std::tuple<int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, bool, bool, c10::DeviceIndex>;
 
 // Whether it does, as found when such gradients were first wanted.
-bool fits(const at::Tensor& grad, const BatchNormSaved& saved) {
+bool BatchNormSaved::fits(const at::Tensor& grad) const {
   static auto& verdicts = *new Verdicts<BatchNormConfiguration>();
-  const auto& [input, weight, mean, invstd, bias, mask] = saved;
-  const BatchNormConfiguration configuration = {saved.samples(),     saved.channels(),      plane_of(input),
-                                                input.scalar_type(), weight.scalar_type(),  bias.defined(),
-                                                mask.defined(),      input.device().index()};
-  return verdicts.find(configuration, grad.device(), [&] { return passes_trial(saved) && repeats_ops(grad, saved); });
+  const BatchNormConfiguration configuration = {
+      samples(),
+      channels(),
+      plane(),
+      input.scalar_type(),
+      weight.scalar_type(),
+      bias.defined(),
+      mask.defined(),
+      input.device().index()};
+  return verdicts.find(configuration, grad.device(), [&] { return passes_trial() && repeats_ops(grad, *this); });
 }
 
 // Whether what a node has saved may be read, and again by the node: the hooks around the scope may give a tensor back once.
@@ -213,8 +222,7 @@ class BatchNormPreHook : public PreHook {
       return grads;
     }
     const BatchNormSaved saved = saved_by(node_);
-    return answer(
-        is_served(grad, saved) && fits(grad, saved) ? by_kernel(grad, saved) : by_ops(grad, saved, needed), grads.size());
+    return answer(saved.is_served(grad) && saved.fits(grad) ? saved.by_kernel(grad) : saved.by_ops(grad, needed), grads.size());
   }
 
   // The results of this pass, from the activation's hook: what reaches the norm is the gradient of its input already.
@@ -291,7 +299,7 @@ class ActivationPreHook : public PreHook {
       saved.bias = bias_before(static_cast<ReluBackward0&>(node_));
     }
     const bool has_either = saved.bias.defined() || (masked && saved.mask.scalar_type() == at::kByte && is_plain(saved.mask));
-    return has_either && is_served(grad, saved) && fits(grad, saved) ? std::optional(by_kernel(grad, saved)) : std::nullopt;
+    return has_either && saved.is_served(grad) && saved.fits(grad) ? std::optional(saved.by_kernel(grad)) : std::nullopt;
   }
 
   // Whether the mask, in the order of the gradient, only selects from it.

@@ -36,11 +36,17 @@ struct GroupNormSaved {
   at::ScalarType dtype;
   int64_t samples, channels, plane, groups;
   at::Tensor input, weight, mean, rstd;
+
+  bool is_served(const at::Tensor& grad) const;
+  bool fits(const at::Tensor& grad, Needed needed) const;
+  variable_list by_kernel(const at::Tensor& grad, Needed needed) const;
+  variable_list by_ops(const at::Tensor& grad, Needed needed) const;
+
+ private:
+  bool passes_trial(const at::Tensor& grad, Needed needed, int64_t some_samples, int64_t some_plane) const;
 };
 
-// Whether the kernel takes these.
-bool is_served(const at::Tensor& grad, const GroupNormSaved& saved) {
-  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, rstd] = saved;
+bool GroupNormSaved::is_served(const at::Tensor& grad) const {
   const auto is_one = [&](const at::Tensor& tensor) {
     return tensor.device() == grad.device() && tensor.scalar_type() == dtype && is_in_vectors(tensor);
   };
@@ -49,8 +55,7 @@ bool is_served(const at::Tensor& grad, const GroupNormSaved& saved) {
          channels / groups <= GroupNormGradient::kMostChannels;
 }
 
-variable_list by_kernel(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
-  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, rstd] = saved;
+variable_list GroupNormSaved::by_kernel(const at::Tensor& grad, Needed needed) const {
   const auto options = input.options().dtype(dtype);
   at::Tensor grad_input = at::empty_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT);
   at::Tensor grad_weight = needed[1] ? at::empty({channels}, options) : at::Tensor();
@@ -77,23 +82,22 @@ variable_list by_kernel(const at::Tensor& grad, const GroupNormSaved& saved, Nee
   return {grad_input, grad_weight, grad_bias};
 }
 
-variable_list by_ops(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
-  const auto& [dtype, samples, channels, plane, groups, input, weight, mean, rstd] = saved;
+variable_list GroupNormSaved::by_ops(const at::Tensor& grad, Needed needed) const {
   auto [grad_input, grad_weight, grad_bias] = at::native_group_norm_backward(
       grad.to(dtype), input.to(dtype), mean, rstd, weight, samples, channels, plane, groups, needed);
   return {grad_input.to(input.scalar_type()), grad_weight, grad_bias};
 }
 
 // Whether the kernel gives the ops' bits for other numbers: a model's first gradients don't tell, since they are often zero.
-bool passes_trial(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed, int64_t samples, int64_t plane) {
-  GroupNormSaved trial = saved;
-  trial.samples = samples;
-  trial.plane = plane;
-  trial.input = some_like(saved.input, {samples, saved.channels, plane}, 1);
-  trial.weight = some_like(saved.weight, {saved.channels}, 2);
-  trial.mean = some_like(saved.mean, {samples, saved.groups}, 3);
-  trial.rstd = some_like(saved.rstd, {samples, saved.groups}, 4);
-  return repeats_ops(some_like(grad, {samples, saved.channels, plane}, 5), trial, needed);
+bool GroupNormSaved::passes_trial(const at::Tensor& grad, Needed needed, int64_t some_samples, int64_t some_plane) const {
+  GroupNormSaved trial = *this;
+  trial.samples = some_samples;
+  trial.plane = some_plane;
+  trial.input = some_like(input, {some_samples, channels, some_plane}, 1);
+  trial.weight = some_like(weight, {channels}, 2);
+  trial.mean = some_like(mean, {some_samples, groups}, 3);
+  trial.rstd = some_like(rstd, {some_samples, groups}, 4);
+  return repeats_ops(some_like(grad, {some_samples, channels, some_plane}, 5), trial, needed);
 }
 
 // What decides whether the kernel gives the ops' bits, beside the numbers.
@@ -101,15 +105,15 @@ using GroupNormConfiguration = std::tuple<
     int64_t, int64_t, int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool, bool, bool, c10::DeviceIndex>;
 
 // Whether it does, as found when such gradients were first wanted.
-bool fits(const at::Tensor& grad, const GroupNormSaved& saved, Needed needed) {
+bool GroupNormSaved::fits(const at::Tensor& grad, Needed needed) const {
   static auto& verdicts = *new Verdicts<GroupNormConfiguration>();
   const GroupNormConfiguration configuration = {
-      saved.samples, saved.channels,         saved.plane, saved.groups, grad.scalar_type(),   saved.input.scalar_type(),
-      saved.dtype,   saved.weight.defined(), needed[1],   needed[2],    grad.device().index()};
+      samples, channels,         plane,     groups,    grad.scalar_type(),   input.scalar_type(),
+      dtype,   weight.defined(), needed[1], needed[2], grad.device().index()};
   return verdicts.find(configuration, grad.device(), [&] {
     constexpr int64_t few_samples = 2;
-    return passes_trial(grad, saved, needed, std::min(saved.samples, few_samples), saved.plane) &&
-           passes_trial(grad, saved, needed, saved.samples, GroupNormGradient::kVector) && repeats_ops(grad, saved, needed);
+    return passes_trial(grad, needed, std::min(samples, few_samples), plane) &&
+           passes_trial(grad, needed, samples, GroupNormGradient::kVector) && repeats_ops(grad, *this, needed);
   });
 }
 

@@ -38,26 +38,31 @@ struct LayerNormSaved {
 
   int64_t columns() const { return c10::multiply_integers(shape); }
   int64_t rows() const { return input.numel() / columns(); }
+
+  bool is_served(const at::Tensor& grad) const;
+  bool fits(const at::Tensor& grad, Needed needed) const;
+  variable_list by_kernel(const at::Tensor& grad, Needed needed) const;
+  variable_list by_ops(const at::Tensor& grad, Needed needed) const;
+
+ private:
+  bool passes_trial(const at::Tensor& grad, Needed needed, int64_t rows, int64_t columns) const;
 };
 
-// Whether the kernel takes these.
-bool is_served(const at::Tensor& grad, const LayerNormSaved& saved) {
-  const auto& [dtype, shape, input, weight, bias, mean, rstd] = saved;
+bool LayerNormSaved::is_served(const at::Tensor& grad) const {
   const auto is_one = [&](const at::Tensor& tensor, at::ScalarType dtype) {
     return tensor.device() == grad.device() && tensor.scalar_type() == dtype && is_in_vectors(tensor);
   };
   return are_in_vectors(grad, input, dtype) && (!weight.defined() || is_one(weight, dtype)) && is_one(mean, at::kFloat) &&
          is_one(rstd, at::kFloat) && 0 < grad.numel() && grad.numel() <= std::numeric_limits<int>::max() &&
-         saved.columns() % LayerNormGradient::kMultiple == 0 && saved.columns() <= LayerNormGradient::kMostColumns;
+         columns() % LayerNormGradient::kMultiple == 0 && columns() <= LayerNormGradient::kMostColumns;
 }
 
-variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
-  const auto& [dtype, shape, input, weight, bias, mean, rstd] = saved;
+variable_list LayerNormSaved::by_kernel(const at::Tensor& grad, Needed needed) const {
   const bool has_sums = needed[1] || needed[2];
   at::Tensor grad_input = at::empty_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT), grad_weight, grad_bias, sums;
   LayerNormGradient norm = {};
-  norm.rows = static_cast<int>(saved.rows());
-  norm.columns = static_cast<int>(saved.columns());
+  norm.rows = static_cast<int>(rows());
+  norm.columns = static_cast<int>(columns());
   norm.grad_element = element_of(grad.scalar_type());
   norm.input_element = element_of(input.scalar_type());
   norm.weight_element = element_of(dtype);
@@ -92,16 +97,14 @@ variable_list by_kernel(const at::Tensor& grad, const LayerNormSaved& saved, Nee
   return {grad_input, needed[1] ? grad_weight : at::Tensor(), needed[2] ? grad_bias : at::Tensor()};
 }
 
-variable_list by_ops(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
-  const auto& [dtype, shape, input, weight, bias, mean, rstd] = saved;
+variable_list LayerNormSaved::by_ops(const at::Tensor& grad, Needed needed) const {
   auto [grad_input, grad_weight, grad_bias] =
       at::native_layer_norm_backward(grad.to(dtype), input.to(dtype), shape, mean, rstd, weight, bias, needed);
   return {grad_input.to(input.scalar_type()), grad_weight, grad_bias};
 }
 
 // Whether the kernel gives the ops' bits for other numbers: a model's first gradients don't tell, since they are often zero.
-bool passes_trial(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed, int64_t rows, int64_t columns) {
-  const auto& [dtype, shape, input, weight, bias, mean, rstd] = saved;
+bool LayerNormSaved::passes_trial(const at::Tensor& grad, Needed needed, int64_t rows, int64_t columns) const {
   const LayerNormSaved trial = {
       dtype,
       {columns},
@@ -118,17 +121,15 @@ using LayerNormConfiguration =
     std::tuple<int64_t, int64_t, at::ScalarType, at::ScalarType, at::ScalarType, bool, bool, bool, c10::DeviceIndex>;
 
 // Whether it does, as found when such gradients were first wanted.
-bool fits(const at::Tensor& grad, const LayerNormSaved& saved, Needed needed) {
+bool LayerNormSaved::fits(const at::Tensor& grad, Needed needed) const {
   static auto& verdicts = *new Verdicts<LayerNormConfiguration>();
-  const LayerNormConfiguration configuration = {
-      saved.rows(),           saved.columns(), grad.scalar_type(), saved.input.scalar_type(), saved.dtype,
-      saved.weight.defined(), needed[1],       needed[2],          grad.device().index()};
+  const LayerNormConfiguration configuration = {rows(),           columns(), grad.scalar_type(), input.scalar_type(),  dtype,
+                                                weight.defined(), needed[1], needed[2],          grad.device().index()};
   return verdicts.find(configuration, grad.device(), [&] {
-    const int64_t rows = saved.rows(), columns = saved.columns();
     constexpr int64_t few_rows = 64;
-    const int64_t alike = rows <= LayerNormGradient::kManyRows ? LayerNormGradient::kTile : columns;
-    return passes_trial(grad, saved, needed, std::min(rows, few_rows), columns) &&
-           passes_trial(grad, saved, needed, rows, std::min(columns, alike)) && repeats_ops(grad, saved, needed);
+    const int64_t alike = rows() <= LayerNormGradient::kManyRows ? LayerNormGradient::kTile : columns();
+    return passes_trial(grad, needed, std::min(rows(), few_rows), columns()) &&
+           passes_trial(grad, needed, rows(), std::min(columns(), alike)) && repeats_ops(grad, *this, needed);
   });
 }
 

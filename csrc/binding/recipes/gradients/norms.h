@@ -13,11 +13,13 @@ using Needed = std::array<bool, 3>;  // of the gradients of the input, the weigh
 
 Needed needed_of(const torch::autograd::Node& node);
 
-// Whether a norm's kernel gives the ops' bits, from what the norm has saved: by_kernel() and by_ops() are those of its file.
-// Waits for the device.
+// Each norm's file has a struct `Saved` of what the norm has saved. Its gradients are by_kernel() where the kernel takes the
+// incoming one (is_served()) and gives the ops' bits, as found when such were first wanted (fits()), and else by_ops().
+
+// Whether the kernel gives the ops' bits. Waits for the device.
 template <class Saved, class... Others>
 bool repeats_ops(const at::Tensor& grad, const Saved& saved, Others... others) {
-  return are_identical(by_kernel(grad, saved, others...), by_ops(grad, saved, others...));
+  return are_identical(saved.by_kernel(grad, others...), saved.by_ops(grad, others...));
 }
 
 // The hook of a layer or group norm, which takes its gradient in any layout, and in the half type of a cast behind it
@@ -27,11 +29,10 @@ class NormPreHook : public PreHook {
   bool takes_half() const override { return true; }
 
  protected:
-  // By the kernel if is_served() and fits() of the norm's file say so.
   template <class Saved>
   torch::autograd::variable_list answer_with(const at::Tensor& grad, const Saved& saved, Needed needed, size_t grads) {
     auto results =
-        is_served(grad, saved) && fits(grad, saved, needed) ? by_kernel(grad, saved, needed) : by_ops(grad, saved, needed);
+        saved.is_served(grad) && saved.fits(grad, needed) ? saved.by_kernel(grad, needed) : saved.by_ops(grad, needed);
     return answer(std::move(results), grads, /*is_for_next=*/saved.input.scalar_type() != saved.dtype);
   }
 };
