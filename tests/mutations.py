@@ -502,7 +502,7 @@ RECOMPUTE = [
         "dims[leaf.order[dim]] = static_cast<int64_t>(dim)",
         "dims[dim] = leaf.order[dim]",
     ),
-    Mutant("parts that nobody has kept", JOIN, "!can_be_kept(unknown", "true || !can_be_kept(unknown"),
+    Mutant("parts that nobody has kept", JOIN, "!can_be_kept(*parts", "true || !can_be_kept(*parts"),
     Mutant("what is computed in inference mode", HOOK, "no_inference.emplace(false)", "no_inference.emplace(true)"),
     Mutant("what a handler raises is lost", HOOK, "|| is_to_raise(error.value())", "|| (is_to_raise(error.value()), false)"),
     Mutant("an error that can't be logged", HOOK, "// of who logs it, or for want of stack", "throw;"),

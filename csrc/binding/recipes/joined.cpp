@@ -21,6 +21,10 @@ namespace {
 
 using torch::autograd::Edge;
 
+int64_t dim_of(const py::object& dim, const at::DimVector& sizes) {
+  return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), static_cast<int64_t>(sizes.size()));
+}
+
 // An operand that can't be derived: its edge, its place among the operands, and where it lies in the output.
 struct Part {
   Edge edge;
@@ -28,20 +32,65 @@ struct Part {
   int64_t start, length;
 };
 
-// Whether these can be kept in place of the output, and it pays. One that is alone is the output.
-bool can_be_kept(const std::vector<Part>& parts, const Step& step, size_t operands, int64_t dim) {
-  if (!step.tensor || step.tensor->_version() > 0 || operands > kMaxRoots) {
+// The operands of a cat or stack, without the empty ones; null for those that can't be derived.
+struct Parts {
+  Objects operands;
+  std::vector<Part> unknown;
+};
+
+// None where the output isn't made of these.
+std::optional<Parts> parts_of(Step& step, const py::object& formula, int64_t along) {
+  const at::DimVector sizes = sizes_of(step.node->input_metadata(step.output_nr));
+  const auto is_joined_alike = [&](const Value& value) {  // by a recipe that was compared with its tensor
+    return value.formula.is(formula) && value.replaced && dim_of(value.arguments[0], sizes) == along;
+  };
+  Parts parts;
+  Objects& operands = parts.operands;
+  int64_t length = 0;
+  for (size_t i = 0; i < step.node->next_edges().size(); ++i) {
+    const Edge& edge = step.node->next_edge(i);
+    py::object value = operand(step, i, nullptr);
+    if (!value && !edge.function) {
+      continue;  // of any size, which shows in the sum
+    }
+    const at::DimVector part =
+        value ? at::DimVector(value_of(value).sizes_of()) : sizes_of(edge.function->input_metadata(edge.input_nr));
+    const bool is_empty = c10::multiply_integers(part) == 0;
+    const bool is_stacked = part.size() != sizes.size();
+    if (is_empty && (!value || is_stacked)) {
+      continue;  // cat takes an empty one of any shape
+    }
+    if (!value) {
+      if (is_stacked) {  // so it can't be kept
+        return std::nullopt;
+      }
+      parts.unknown.push_back({edge, operands.size(), length, part[along]});
+    }
+    length += is_stacked ? 1 : part[along];
+    if (value && !is_stacked && is_joined_alike(value_of(value))) {
+      const Objects& before = value_of(value).operands;
+      operands.insert(operands.end(), before.begin(), before.end());
+    } else {
+      operands.push_back(std::move(value));
+    }
+  }
+  return length == sizes[along] ? std::optional(std::move(parts)) : std::nullopt;
+}
+
+// Whether the unknown ones can be kept in place of the output, and it pays. One that is alone is the output.
+bool can_be_kept(const Parts& parts, const Step& step, int64_t dim) {
+  if (!step.tensor || step.tensor->_version() > 0 || parts.operands.size() > kMaxRoots) {
     return false;
   }
   int64_t length = 0;
-  for (const Part& part : parts) {
+  for (const Part& part : parts.unknown) {
     const auto dtype = part.edge.function->input_metadata(part.edge.input_nr).dtype();
     if (is_leaf(part.edge) || dtype != step.tensor->dtype()) {
       return false;
     }
     length += part.length;
   }
-  return operands == 1 || 2 * length <= step.tensor->size(dim);
+  return parts.operands.size() == 1 || 2 * length <= step.tensor->size(dim);
 }
 
 py::object keep_part(const Part& part, const Step& step, int64_t dim) {
@@ -119,45 +168,12 @@ at::Tensor join(const std::vector<at::Tensor>& tensors, int64_t dim) {
 bool by_joining(Step& step, const py::object& formula, const py::object& dim, Value& recipe) {
   const auto& meta = step.node->input_metadata(step.output_nr);
   const at::DimVector sizes = sizes_of(meta);
-  const auto dims = static_cast<int64_t>(sizes.size());
-  const auto wrap = [&](const py::object& dim) { return at::maybe_wrap_dim(PyLong_AsLongLong(dim.ptr()), dims); };
-  const int64_t along = wrap(dim);
-  const auto is_joined_alike = [&](const Value& value) {  // by a recipe that was compared with its tensor
-    return value.formula.is(formula) && value.replaced && wrap(value.arguments[0]) == along;
-  };
-  Objects& operands = recipe.operands;
-  std::vector<Part> unknown;
-  int64_t length = 0;
-  for (size_t i = 0; i < step.node->next_edges().size(); ++i) {
-    const Edge& edge = step.node->next_edge(i);
-    py::object value = operand(step, i, nullptr);
-    if (!value && !edge.function) {
-      continue;  // of any size, which shows in the sum
-    }
-    const at::DimVector part =
-        value ? at::DimVector(value_of(value).sizes_of()) : sizes_of(edge.function->input_metadata(edge.input_nr));
-    const bool is_empty = c10::multiply_integers(part) == 0;
-    const bool is_stacked = static_cast<int64_t>(part.size()) != dims;
-    if (is_empty && (!value || is_stacked)) {
-      continue;  // cat takes an empty one of any shape
-    }
-    if (!value) {
-      if (is_stacked || !step.tensor) {  // so they can't be kept
-        return false;
-      }
-      unknown.push_back({edge, operands.size(), length, part[along]});
-    }
-    length += is_stacked ? 1 : part[along];
-    if (value && !is_stacked && is_joined_alike(value_of(value))) {
-      const Objects& before = value_of(value).operands;
-      operands.insert(operands.end(), before.begin(), before.end());
-    } else {
-      operands.push_back(std::move(value));
-    }
-  }
-  if (length != sizes[along] || (!unknown.empty() && !can_be_kept(unknown, step, operands.size(), along))) {
+  const int64_t along = dim_of(dim, sizes);
+  std::optional<Parts> parts = parts_of(step, formula, along);
+  if (!parts || (!parts->unknown.empty() && !can_be_kept(*parts, step, along))) {
     return false;
   }
+  auto& [operands, unknown] = *parts;
   for (auto part = unknown.begin(); part != unknown.end(); ++part) {
     const auto same = std::find_if(unknown.begin(), part, [&](const Part& other) { return other.edge == part->edge; });
     operands[part->operand] = same == part ? keep_part(*part, step, along) : operands[same->operand];
@@ -165,6 +181,7 @@ bool by_joining(Step& step, const py::object& formula, const py::object& dim, Va
   // One that an empty part of a wider dtype has widened is joined, and cast.
   const bool is_alone = operands.size() == 1 && value_of(operands[0]).sizes_of() == sizes &&
                         value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype());
+  recipe.operands = std::move(operands);
   recipe.formula = is_alone ? formulas().same : formula;
   recipe.arguments = is_alone ? Objects() : Objects{dim};
   return true;
