@@ -84,7 +84,7 @@ def quick_gelu(x):
 
 def dropout(x):
     bits = torch.randint(256, ((x.numel() + 7) // 8,), dtype=torch.uint8, device="cuda")
-    mask = recipe(torch.empty(x.shape, device="cuda", dtype=torch.bool), _C.recipes.unpack_mask, bits)
+    mask = recipe(torch.empty(x.shape, device="cuda", dtype=torch.bool), _C.recipes.unpack_mask(), bits)
     return recipe(x, formulas.dropout, x, mask, arguments=(1.1, 1.1))
 
 

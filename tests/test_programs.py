@@ -585,7 +585,7 @@ def test_bits_of_many_elements(odd):
     """Of odd planes the second half's bits would begin within a byte."""
     x = torch.randn(3, 5, 2**30 // 15 // 8 * 8 + 8 + odd, device="cuda", dtype=torch.bfloat16)
     packed = torch.randint(256, (x.numel() // 8 + 1,), device="cuda", dtype=torch.uint8)
-    mask = _C.recipes.recipe(torch.empty_like(x, dtype=torch.bool), _C.recipes.unpack_mask, (packed,), ())
+    mask = _C.recipes.recipe(torch.empty_like(x, dtype=torch.bool), _C.recipes.unpack_mask(), (packed,), ())
     parameters = operands_of(norms.batch_norm_elementwise, x[:1])[0]
     z = _C.recipes.recipe(x, norms.batch_norm_elementwise, (x, *parameters), (1e-5,))
     found = fused(formulas.dropout, (z, mask), (1.25, 1.25), x)

@@ -83,12 +83,12 @@ void set_facts(const py::dict& facts) {
   }
 }
 
-void set_formulas(Formulas given) {
-  known_formulas = new Formulas(std::move(given));
-}
-
 const Formulas& formulas() {
   return *known_formulas;
+}
+
+void set_formulas(const py::kwargs& given) {
+  known_formulas = new Formulas(given);
 }
 
 Opcode opcode_of(const std::string& name) {

@@ -47,14 +47,25 @@ void set_facts(const py::dict& facts);  // of these formulas; what is known of o
 
 // The formulas that this library itself makes recipes of.
 struct Formulas {
+  explicit Formulas(const py::kwargs& given)
+      : reshape(given["reshape"]),
+        transpose(given["transpose"]),
+        permute(given["permute"]),
+        same(given["same"]),
+        multiply(given["multiply"]),
+        power(given["power"]),
+        cast(given["cast"]) {}
+
   py::object reshape, transpose, permute, same, multiply, power;
-  // Those that aren't called: a view of (base, offset), a cast, and a mask of its bits, whose sizes, strides and dtype are the
+  // Those that aren't called: a cast, a view of (base, offset), and a mask of its bits, whose sizes, strides and dtype are the
   // recipe's.
-  py::object as_strided, cast, unpack_mask;
+  py::object cast;
+  py::str as_strided{"as_strided"}, unpack_mask{"unpack_mask"};
 };
 
-void set_formulas(Formulas given);
+// Set when activations_cuda.recipes is imported.
 const Formulas& formulas();
+void set_formulas(const py::kwargs& given);
 
 Opcode opcode_of(const std::string& name);
 

@@ -69,13 +69,9 @@ struct ComputingInPython {
 
 // To set up, in recipes/hook.py and scope.py.
 void add_settings(py::module_& module) {
-  const py::str as_strided("as_strided"), unpack_mask("unpack_mask");
-  module.attr("unpack_mask") = unpack_mask;
   module.def("set_facts", &set_facts);
-  module.def("set_up", [=](const py::kwargs& given) {
-    set_formulas(
-        {given["reshape"], given["transpose"], given["permute"], given["same"], given["multiply"], given["power"], as_strided,
-         given["cast"], unpack_mask});
+  module.def("set_up", [](const py::kwargs& given) {
+    set_formulas(given);
     set_from_python(given);
   });
   module.def("set_smallest", &set_smallest);
@@ -139,6 +135,7 @@ void add_verification(py::module_& module) {
 void add_for_tests(py::module_& module) {
   module.attr("opcodes") = opcodes();
   module.def("packed_masks", &packed_masks);
+  module.def("unpack_mask", [] { return formulas().unpack_mask; });
   module.def("gradient", [](const py::object& recipe, py::handle grad, const std::string& opcode) {
     return wrapped_or_none(compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), opcode_of(opcode)));
   });
