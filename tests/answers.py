@@ -96,3 +96,33 @@ def check_captured(net):
     _, names = kernels(graph.replay)
     assert all(map(is_identical, found, expected))
     return names
+
+
+HOW_TO_SEE = ["hook", "retain", "asked for", "prehook of the node", "hook of the node"]
+
+
+def what_is_seen(how, tensors, which, loss, net):
+    """What is seen of the gradient of one of these tensors, or by a node without one; and the leaves' gradients."""
+    seen, tensor = [], tensors[which]
+    tensors.clear()
+    node = tensor.grad_fn if torch.is_tensor(tensor) else tensor
+    match how:
+        case "hook":
+            tensor.register_hook(lambda grad: seen.append(grad) or grad * 2)
+        case "retain":
+            tensor.retain_grad()
+        case "asked for":
+            tensor = None
+            edge = torch.autograd.graph.GradientEdge(node, 0, None)
+            return torch.autograd.grad(loss, [edge, *net.leaves()])
+        case "prehook of the node":
+            node.register_prehook(lambda grads: seen.append(grads[0]) or (grads[0] * 2, *grads[1:]))
+        case "hook of the node":
+            node.register_hook(lambda results, grads: seen.extend([results[0], grads[0]]))
+    node = None
+    if how.endswith("node"):
+        tensor = None  # or its being there would be noticed
+    loss.backward()
+    seen += [leaf.grad for leaf in net.leaves()] + ([tensor.grad] if how == "retain" else [])
+    net.zero_grad()
+    return seen

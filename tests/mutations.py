@@ -298,7 +298,7 @@ ON = {
         Mutant("a group norm's statistics that have gradients", GROUP_NORM, " || has_others", ""),
         Mutant("a clone that others have", CASTS, " && (!clone || passes_unnoticed(*clone))", ""),
         Mutant("hooks on a clone", CASTS, "is_watched ? nullptr : ", ""),
-        Mutant("hooks on a smooth node", CASTS, "!is_watched && is_smooth", "is_smooth"),
+        Mutant("hooks on a smooth node", CASTS, "node_.pre_hooks().size() > 1 || !node_.post_hooks().empty()", "false"),
         Mutant("a layout that others see", NORMS, " && passes_unnoticed(node, /*has_saved=*/true)", ""),
         Mutant(
             "a part's first block of the part before", CUDA_JOIN, "blocks_before <= blockIdx.x", "blocks_before < blockIdx.x"

@@ -13,6 +13,7 @@ import activations_cuda
 from activations_cuda import recompute
 from activations_cuda.recipes.verification import is_identical
 from answers import (
+    HOW_TO_SEE,
     check_captured,
     check_second_derivatives,
     check_several_passes,
@@ -20,6 +21,7 @@ from answers import (
     check_within_hooks_that_give_back_once,
     gradients,
     kernels,
+    what_is_seen,
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_hidden_errors")]
@@ -596,36 +598,6 @@ def test_another_reader_of_the_norms_input():
     of_output(read)
 
 
-HOW_TO_SEE = ["hook", "retain", "asked for", "prehook of the node", "hook of the node"]
-
-
-def what_is_seen(how, tensors, which, loss, norm):
-    """What is seen of the gradient of one of these tensors, or by a node without one; and the leaves' gradients."""
-    seen, tensor = [], tensors[which]
-    tensors.clear()
-    node = tensor.grad_fn if torch.is_tensor(tensor) else tensor
-    match how:
-        case "hook":
-            tensor.register_hook(lambda grad: seen.append(grad) or grad * 2)
-        case "retain":
-            tensor.retain_grad()
-        case "asked for":
-            tensor = None
-            edge = torch.autograd.graph.GradientEdge(node, 0, None)
-            return torch.autograd.grad(loss, [edge, *norm.leaves()])
-        case "prehook of the node":
-            node.register_prehook(lambda grads: seen.append(grads[0]) or (grads[0] * 2, *grads[1:]))
-        case "hook of the node":
-            node.register_hook(lambda results, grads: seen.extend([results[0], grads[0]]))
-    node = None
-    if how.endswith("node"):
-        tensor = None  # or its being there would be noticed
-    loss.backward()
-    seen += [leaf.grad for leaf in norm.leaves()] + ([tensor.grad] if how == "retain" else [])
-    norm.zero_grad()
-    return seen
-
-
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("which", ["norm", "activation", "output"])
 @pytest.mark.parametrize("how", HOW_TO_SEE)
@@ -724,19 +696,33 @@ def test_hooks_of_tensors_that_are_gone():
     of_output(read)
 
 
+@pytest.mark.parametrize("is_found_late", [False, True])
 @pytest.mark.parametrize("silu", [None, F.silu, activations_cuda.silu], ids=["norm", "PyTorch's", "ours"])
-def test_hooks_that_come_while_the_pass_is_on_its_way(silu):
+def test_hooks_that_come_while_the_pass_is_on_its_way(silu, is_found_late):
+    """On the node behind the cast, which is held from the beginning, or found in the graph once the cast has run."""
+
     def read(norm, scope):
         seen = []
         with scope:
             z = norm.normalized(norm.input())
             z = silu(z) if silu else z
-            node = z.grad_fn
+            node = None if is_found_late else z.grad_fn
             between = norm.grad * 2  # runs between the cast and the node
             loss = (z.to(norm.of_output) * norm.grad).sum() + between.sum()
         del z
-        between.grad_fn.register_prehook(lambda _: node.register_prehook(lambda grads: seen.append(grads[0])) and None)
-        return [*torch.autograd.grad(loss, norm.leaves()), *seen]
+
+        def add_hook(_):
+            found = node
+            if is_found_late:
+                found = loss.grad_fn
+                for _ in ("sum", "product", "cast", "node"):
+                    found = found.next_functions[0][0]
+            found.register_prehook(lambda grads: seen.append(grads[0]))
+
+        between.grad_fn.register_prehook(add_hook)
+        results = torch.autograd.grad(loss, norm.leaves())
+        assert len(seen) == 1
+        return [*results, *seen]
 
     of_output(read)
 

@@ -24,11 +24,25 @@ bool is_alone(const at::Tensor& grad) {
          grad.storage().use_count() == (is_view ? 2 : 1) && grad.storage().nbytes() == grad.nbytes();
 }
 
-// Whether the node takes half types, which nobody else sees.
+// On a node of this package's own, which takes half types: whoever else sees its gradient gets it in float32.
+class SmoothPreHook : public PreHook {
+ public:
+  explicit SmoothPreHook(const Node& node) : node_(node) {}
+
+  bool takes_half() const override { return true; }
+
+  variable_list operator()(const variable_list& grads) override {
+    const bool is_watched = node_.pre_hooks().size() > 1 || !node_.post_hooks().empty();
+    return is_watched ? decline(node_, grads) : grads;
+  }
+
+ private:
+  const Node& node_;
+};
+
 bool takes_half_gradient(const Node& node) {
   const auto* const hook = hook_of<PreHook>(node);
-  const bool is_watched = !node.pre_hooks().empty() || !node.post_hooks().empty();
-  return hook ? hook->takes_half() : !is_watched && is_smooth_with_instruction(node);
+  return hook && hook->takes_half();
 }
 
 // Leaves a gradient as it is for the node before the cast, which takes that.
@@ -100,8 +114,14 @@ at::Tensor saved_in_half(Node& node, const SavedVariable& saved, at::ScalarType 
 
 void add_cast_hooks(Node& node) {
   auto* const cast = as<ToCopyBackward0>(&node);
-  const Node* const before = cast ? node.next_edge(0).function.get() : nullptr;
-  if (before && dtype_of_output(*before) == at::kFloat && takes_half_gradient(*before)) {
+  Node* const before = cast ? node.next_edge(0).function.get() : nullptr;
+  if (!before || dtype_of_output(*before) != at::kFloat) {
+    return;
+  }
+  if (is_smooth_with_instruction(*before) && before->pre_hooks().empty() && before->post_hooks().empty()) {
+    before->add_pre_hook(std::make_unique<SmoothPreHook>(*before));
+  }
+  if (takes_half_gradient(*before)) {
     add_hooks<CastPreHook>(*cast);
   }
 }
