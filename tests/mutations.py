@@ -35,6 +35,7 @@ TESTS = [  # the quick ones first
         "norm_gradients",
         "layer_and_group_norm_gradients",
         "elementwise_gradients",
+        "softmax_gradients",
         "join",
         "first_use",
         "load",
@@ -49,6 +50,7 @@ RECOMPUTE_TESTS = [
     *sorted(file.name for file in Path(__file__).parent.glob("test_recompute_*.py")),
     "test_programs.py",
     "test_elementwise_gradients.py",
+    "test_softmax_gradients.py",
     "test_rules.py",
     "test_distributed.py",
 ]
@@ -97,6 +99,8 @@ CASTS = "csrc/binding/recipes/gradients/casts.cpp"
 NORMS = "csrc/binding/recipes/gradients/norms.cpp"
 ELEMENTWISE = "csrc/binding/recipes/gradients/elementwise.cpp"
 ANSWERS = "csrc/binding/recipes/gradients/answers.cpp"
+SHAPES = "csrc/binding/recipes/gradients/shapes.cpp"
+SOFTMAX = "csrc/binding/recipes/gradients/softmax.cpp"
 VERIFICATION = "csrc/binding/recipes/verification.h"
 
 VALUE = "csrc/binding/recipes/value.cpp"
@@ -266,7 +270,7 @@ ON = {
             "!cast->pre_hooks().empty() || !cast->post_hooks().empty() ||",
             "",
         ),
-        Mutant("a gradient that others have", CASTS, "is_alone(grad) && ", ""),
+        Mutant("a gradient that others have", CASTS, "is_alone(grad) &&", ""),
         Mutant("a gradient left in the half type", ANSWERS, "grads[0] = grads[0].to(dtype_of_output(node));", ""),
         Mutant("a norm's input that was written to", CASTS, "value_of(object).check_unwritten();", ""),
         Mutant(
@@ -548,6 +552,29 @@ RECOMPUTE = [
         "",
     ),
     Mutant("a mask that backward needs", PACKED_MASKS, "value_of(value).replaced =", "[[maybe_unused]] const auto unused ="),
+    Mutant("a gradient that somebody has is overwritten", ANSWERS, "return grad.use_count() == 1 && ", "return "),
+    Mutant("a softmax over the last dimension alone", SOFTMAX, "if (dim + 1 < grad.sizes().size()) {", "if (false) {"),
+    Mutant("a place for each part that isn't read yet", SOFTMAX, "end = std::min(2 * begin, n);", "end = n;"),
+    Mutant(
+        "a first part that isn't read yet",
+        SOFTMAX,
+        ".copy_(from.narrow(0, 0, first).to(dtype))",
+        ".copy_(from.narrow(0, 0, first))",
+    ),
+    Mutant(
+        "a leaf's gradient of twice its memory",
+        SOFTMAX,
+        "!may_be_kept(edge) && !may_be_kept(edge.function->next_edge(0))",
+        "true",
+    ),
+    Mutant("no gradient is overwritten", SOFTMAX, "if (!may_be_overwritten(is_log, in_rows)) {", "if (true) {"),
+    Mutant("what only serves for its shape is computed", SHAPES, "saved && value_behind(*saved).is(value)", "false"),
+    Mutant(
+        "hooks outside that wait to give back a shape",
+        HOOK,
+        "value.readers == 1 && !value.follows_from_outside() && is_read",
+        "is_read",
+    ),
     Mutant("a table of two operands", LOWERING, "recipe.operands.size() == 1 && ", ""),
     Mutant("any power", PROGRAM, "a == 2 || a == 3", "true"),
     Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),

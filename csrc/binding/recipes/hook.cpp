@@ -277,6 +277,13 @@ at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
   return copy.strides() == whole.strides() ? copy.as_strided(tensor.sizes(), tensor.strides(), offset) : tensor.clone();
 }
 
+// A tensor of this shape without any memory, as a parameter is that FSDP has freed.
+at::Tensor without_memory(const Value& value) {
+  at::Tensor result = at::empty({0}, at::dtype(value.dtype_of()).device(*value.device_of()));
+  result.unsafeGetTensorImpl()->set_sizes_contiguous(value.sizes_of());
+  return result;
+}
+
 // Autograd's unpack hook.
 PyObject* called_to_unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
@@ -297,6 +304,9 @@ PyObject* called_to_unpack(PyObject*, PyObject* object) {
   }
   const Computing computing;
   value.check_unwritten();
+  if (value.readers == 1 && !value.follows_from_outside() && is_read_for_shape(owner)) {
+    return THPVariable_Wrap(without_memory(value));
+  }
   return THPVariable_Wrap(unshared(value, value.give()));
   END_HANDLE_TH_ERRORS
 }

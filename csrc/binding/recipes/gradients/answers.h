@@ -25,6 +25,9 @@ namespace py = pybind11;
 // Whether a hook may compute a node's results, of which nobody but the node would notice. Not while there are tangents.
 bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
 
+// Whether the gradient is all that holds its memory, so that nobody else reads or writes it.
+bool is_alone(const at::Tensor& grad);
+
 // Whether a pass does nothing with a node's first result but give it to the next node, in the same stream. `has_saved`: whether
 // the node has saved, in the scope, what the next one made.
 bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false);

@@ -16,14 +16,6 @@ using torch::autograd::variable_list;
 using torch::autograd::generated::CloneBackward0;
 using torch::autograd::generated::ToCopyBackward0;
 
-// Whether the gradient is all that holds its memory, and fills it: then it may wait for the node before in place of a copy,
-// since nobody else can write to it, and it keeps nothing else alive.
-bool is_alone(const at::Tensor& grad) {
-  const bool is_view = grad.is_view();
-  return grad.use_count() == 1 && (!is_view || grad._base().use_count() == 1) &&
-         grad.storage().use_count() == (is_view ? 2 : 1) && grad.storage().nbytes() == grad.nbytes();
-}
-
 // On a node of this package's own, which takes half types: whoever else sees its gradient gets it in float32.
 class SmoothPreHook : public PreHook {
  public:
@@ -45,7 +37,8 @@ bool takes_half_gradient(const Node& node) {
   return hook && hook->takes_half();
 }
 
-// Leaves a gradient as it is for the node before the cast, which takes that.
+// Leaves a gradient as it is for the node before the cast, which takes that: one that nobody else has and that keeps nothing
+// else alive, so that it may wait in place of a copy.
 class CastPreHook : public PreHook {
  public:
   explicit CastPreHook(ToCopyBackward0& node) : node_(node) {}
@@ -55,7 +48,8 @@ class CastPreHook : public PreHook {
     const Node& before = *node_.next_edge(0).function;
     const bool is_left = may_answer(node_, grad) && takes_half_gradient(before) && may_answer(before, grad) &&
                          dtype_of_output(before) == at::kFloat && is_half(grad.scalar_type()) &&
-                         before.input_metadata(0).device() == grad.device() && is_alone(grad) && passes_unnoticed(node_);
+                         before.input_metadata(0).device() == grad.device() && is_alone(grad) &&
+                         grad.storage().nbytes() == grad.nbytes() && passes_unnoticed(node_);
     return is_left ? answer({grad}, grads.size(), /*is_for_next=*/true) : grads;
   }
 

@@ -1,7 +1,8 @@
-// Backward passes of PyTorch's own ops, in a scope, in less time and to the bit. The nodes stay as they are: hooks on them
-// compute what they would (answers.h).
+// Backward passes of PyTorch's own ops, in a scope, in less time or memory and to the bit. The nodes stay as they are: hooks on
+// them compute what they would (answers.h).
 #pragma once
 
+#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/function.h>
 
 namespace fastact::recipes {
@@ -10,10 +11,13 @@ namespace fastact::recipes {
 void add_gradient_hooks(torch::autograd::Node& node);
 
 // Adds them to nodes whose output no recipe is made of, given the node of a tensor that is saved: an activation behind a batch
-// norm, or, of an rsqrt, the square in its RMS norm.
+// norm, a softmax, or, of an rsqrt, the square in its RMS norm.
 void add_gradient_hooks_of_saved(torch::autograd::Node& node);
 
 // Whether the node that runs has its results already, and reads what it saved for nothing.
 bool is_answered();
+
+// Whether the node that runs has saved this value, and only reads its shape: a loss of classes, or a gather.
+bool is_read_for_shape(pybind11::handle value);
 
 }  // namespace fastact::recipes

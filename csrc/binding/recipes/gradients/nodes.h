@@ -20,6 +20,9 @@ void add_group_norm_hooks(torch::autograd::Node& node);
 void add_elementwise_hooks(torch::autograd::Node& node);
 void add_square_hooks(torch::autograd::Node& rsqrt);
 
+// The gradient of a softmax or its logarithm, in the incoming one's memory; and of a cast to float32 behind it.
+void add_softmax_hooks(torch::autograd::Node& node, torch::autograd::Node* behind = nullptr);
+
 // A cast behind a node that takes half types.
 void add_cast_hooks(torch::autograd::Node& node);
 

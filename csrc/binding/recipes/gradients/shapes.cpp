@@ -1,0 +1,32 @@
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include "../hook.h"
+#include "answers.h"
+#include "gradients.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::generated::GatherBackward0;
+using torch::autograd::generated::NllLossBackward0;
+
+// What of a node's only serves for the shape of its gradient, or null.
+const SavedVariable* saved_for_shape(Node* node) {
+  if (const auto* loss = as<NllLossBackward0>(node)) {
+    return &loss->self_;
+  }
+  const auto* gather = as<GatherBackward0>(node);
+  return gather ? &gather->self_ : nullptr;
+}
+
+}  // namespace
+
+bool is_read_for_shape(py::handle value) {
+  const auto node = torch::autograd::get_current_node();
+  const SavedVariable* saved = at::GradMode::is_enabled() ? nullptr : saved_for_shape(node.get());
+  return saved && value_behind(*saved).is(value);
+}
+
+}  // namespace fastact::recipes
