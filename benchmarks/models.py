@@ -121,10 +121,21 @@ class Logits(nn.Module):
         return self.model(inputs).logits.flatten(0, -2)
 
 
-def from_transformers(name, config, **options):
+class OwnLoss(nn.Module):
+    """A language model of transformers, which returns its own loss of predicting each token of its input."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs):
+        return self.model(inputs, labels=inputs).loss
+
+
+def from_transformers(name, config, returning=Logits, **options):
     import transformers
 
-    return Logits(getattr(transformers, name)(getattr(transformers, config)(num_labels=1000, pad_token_id=0, **options)))
+    return returning(getattr(transformers, name)(getattr(transformers, config)(num_labels=1000, pad_token_id=0, **options)))
 
 
 @dataclass(frozen=True)
@@ -204,7 +215,8 @@ class Training:
             torch.manual_seed(len(self.losses))  # dropout is the same in either training
         with self.autocast:
             outputs = self.forward(self.batch)
-            loss = F.cross_entropy(outputs, torch.zeros(len(outputs), dtype=torch.long, device="cuda"))
+            is_loss = outputs.dim() == 0
+            loss = outputs if is_loss else F.cross_entropy(outputs, torch.zeros(len(outputs), dtype=torch.long, device="cuda"))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

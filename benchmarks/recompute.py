@@ -21,6 +21,7 @@ import activations_cuda
 from benchmarks import record
 from benchmarks.models import (
     IMAGE,
+    OwnLoss,
     Training,
     autocast,
     chosen_models,
@@ -83,9 +84,9 @@ def diffusion_blocks(width=128, depth=4):
     )
 
 
-def llama(name="LlamaForSequenceClassification"):
+def llama(name="LlamaForSequenceClassification", **options):
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16}
-    return from_transformers(name, "LlamaConfig", vocab_size=32000, **sizes).bfloat16()
+    return from_transformers(name, "LlamaConfig", vocab_size=32000, **sizes, **options).bfloat16()
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ def language(name, config, **options):
 
 
 GPT2_BY_TANH = language("GPT2ForSequenceClassification", "GPT2Config", activation_function="gelu_pytorch_tanh")
+GPT2_WITH_LOSS = language("GPT2LMHeadModel", "GPT2Config", returning=OwnLoss)
+LLAMA_WITH_LOSS = partial(llama, "LlamaForCausalLM", returning=OwnLoss)
 BERT = language("BertForSequenceClassification", "BertConfig", hidden_act="gelu")
 
 CASES = {
@@ -147,9 +150,9 @@ CASES = {
     "GPT-2, PyTorch's GELU": Case(GPT2_BY_TANH, (16, 1024), 0.70, 1.04, vocabulary=50257),
     "BERT-base": Case(BERT, (32, 512), 0.67, 1.04, vocabulary=30522),
     "Llama": Case(llama, (4, 2048), 0.58, 1.03, dtype=None, vocabulary=32000),
-    # With the logits of every token, and the loss that is made of them.
-    "GPT-2, language model": Case(language("GPT2LMHeadModel", "GPT2Config"), (8, 1024), vocabulary=50257),
-    "Llama, language model": Case(partial(llama, "LlamaForCausalLM"), (4, 2048), dtype=None, vocabulary=32000),
+    # With the logits of every token, and transformers' loss, which makes float32 of them.
+    "GPT-2, language model": Case(GPT2_WITH_LOSS, (8, 1024), vocabulary=50257),
+    "Llama, language model": Case(LLAMA_WITH_LOSS, (4, 2048), dtype=None, vocabulary=32000),
     "mobilenet_v2 float32": vision("mobilenet_v2", 192, 0.38, 1.00, torch.float32),
     "resnet50 float32": vision("resnet50", 128, 0.60, 1.04, torch.float32),
     "efficientnet_b0 float32": vision("efficientnet_b0", 128, 0.35, 1.03, torch.float32),
