@@ -117,8 +117,8 @@ def convert(
     of PyTorch's activations, as a function or as a method. Training mode, frozen parameters and autocast are taken as they are
     at the call.
 
-    Without inputs, modules of exactly these classes of torch.nn are converted, except LeakyReLU in place: like ReLU, it saves
-    its output, which the next layer usually saves too.
+    Without inputs, modules of exactly the default ``classes`` below are converted, except LeakyReLU in place: like ReLU, it
+    saves its output, which the next layer usually saves too.
 
     Works in place and changes the modules' classes: an activation gets this package's of the same name, any other module a
     subclass of its own class. Shared modules stay shared, and hooks, the training flag, parameters and buffers stay. If another
@@ -136,8 +136,9 @@ def convert(
         example_inputs: the inputs, by keyword.
         recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit, or a
             scope, whose options are used and whose model is ignored:
-            ``recompute=activations_cuda.recompute(convolutions=True)``. It stays so in later calls, until :func:`revert`. All
-            smooth activations are converted then: their outputs are recomputed, and in place they don't copy their input.
+            ``recompute=activations_cuda.recompute(convolutions=True)``. Later calls of ``convert`` keep it, until
+            :func:`revert`. All smooth activations are converted then: their outputs are recomputed, and in place they don't copy
+            their input.
         keyword_inputs: keyword arguments of the forward pass.
 
     Returns:
@@ -350,7 +351,8 @@ def converted(model: nn.Module) -> Counter[str]:
 
 
 class ConvertMode(FunctionMode):
-    """Within it PyTorch's activation functions, e.g. ``F.relu6`` and what ``nn.Hardtanh`` calls, are this package's.
+    """Context manager that replaces PyTorch's activation functions, e.g. ``F.relu6`` and what ``nn.Hardtanh`` calls, by this
+    package's.
 
     For calls outside of a model, which :func:`convert` doesn't reach::
 

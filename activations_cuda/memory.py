@@ -128,9 +128,9 @@ def memory_report(
 ) -> MemoryReport:
     """What autograd saves for a model's backward pass, layer by layer, before and after conversion.
 
-    Runs the forward pass of a copy on fake tensors, with ``recompute`` twice: needs no GPU, nor memory unless it depends on
-    tensors' values, and leaves the model as it is, converted or not. Inputs that can be read only once, as generators, would be
-    empty in the second. What several layers share counts once, with the first; parameters and buffers, which are there anyway,
+    Runs the forward pass of a copy on fake tensors, twice with ``recompute``. It needs no GPU, and no memory unless the pass
+    depends on tensors' values, and leaves the model as it is, converted or not. Don't pass inputs that can be read only once,
+    such as generators: the second pass would find them empty. What several layers share counts once, with the first; parameters and buffers, which are there anyway,
     don't count. Before means PyTorch's own activations, after means ``convert(model, *inputs)``.
 
     It counts what PyTorch's kernels for the model's device save; a model on the meta device counts as one on the CPU (under
@@ -143,7 +143,7 @@ def memory_report(
             only shape, strides, dtype and requires_grad matter, so ``torch.empty(256, 3, 224, 224, device="meta")`` will do.
         example_inputs: the inputs, by keyword.
         recompute: whether to report what is saved within :func:`recompute` too, by ``convert(model, *inputs, recompute=True)``,
-            given that every formula fits; or, as there, such a scope with its options.
+            given that every formula fits; or a scope, whose options are used, as for :func:`convert`.
         keyword_inputs: its keyword arguments.
 
     Returns:

@@ -42,9 +42,10 @@ class Options(NamedTuple):
 
 
 class recompute:
-    """Within it autograd doesn't save what follows from other saved tensors: the same gradients, to the bit, in less memory.
+    """Context manager and decorator within which autograd doesn't save what follows from other saved tensors: the same
+    gradients, to the bit, in less memory.
 
-    A context manager and a decorator for the forward pass::
+    For the forward pass and the loss::
 
         with activations_cuda.recompute():
             loss = criterion(model(images), labels)
