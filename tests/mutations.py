@@ -572,9 +572,10 @@ RECOMPUTE = [
     Mutant(
         "hooks outside that wait to give back a shape",
         HOOK,
-        "value.readers == 1 && !value.follows_from_outside() && is_read",
-        "is_read",
+        " && !value.follows_from_outside() && is_read",
+        " && is_read",
     ),
+    Mutant("a shape in another layout", HOOK, "*strides == at::IntArrayRef(c10::contiguous_strides(value.sizes_of()))", "true"),
     Mutant("a table of two operands", LOWERING, "recipe.operands.size() == 1 && ", ""),
     Mutant("any power", PROGRAM, "a == 2 || a == 3", "true"),
     Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),

@@ -277,7 +277,16 @@ at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
   return copy.strides() == whole.strides() ? copy.as_strided(tensor.sizes(), tensor.strides(), offset) : tensor.clone();
 }
 
-// A tensor of this shape without any memory, as a parameter is that FSDP has freed.
+// Whether a tensor of the value's shape, without any memory, will do for the node that runs. The ops copy what isn't
+// contiguous.
+bool serves_without_memory(const py::object& object) {
+  const Value& value = value_of(object);
+  const auto strides = value.strides_of();
+  return value.readers == 1 && !value.follows_from_outside() && is_read_for_shape(object) && strides &&
+         *strides == at::IntArrayRef(c10::contiguous_strides(value.sizes_of()));
+}
+
+// As FSDP frees a parameter's memory.
 at::Tensor without_memory(const Value& value) {
   at::Tensor result = at::empty({0}, at::dtype(value.dtype_of()).device(*value.device_of()));
   result.unsafeGetTensorImpl()->set_sizes_contiguous(value.sizes_of());
@@ -304,7 +313,7 @@ PyObject* called_to_unpack(PyObject*, PyObject* object) {
   }
   const Computing computing;
   value.check_unwritten();
-  if (value.readers == 1 && !value.follows_from_outside() && is_read_for_shape(owner)) {
+  if (serves_without_memory(owner)) {
     return THPVariable_Wrap(without_memory(value));
   }
   return THPVariable_Wrap(unshared(value, value.give()));

@@ -10,11 +10,15 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::generated::GatherBackward0;
+using torch::autograd::generated::NllLoss2DBackward0;
 using torch::autograd::generated::NllLossBackward0;
 
 // What of a node's only serves for the shape of its gradient, or null.
 const SavedVariable* saved_for_shape(Node* node) {
   if (const auto* loss = as<NllLossBackward0>(node)) {
+    return &loss->self_;
+  }
+  if (const auto* loss = as<NllLoss2DBackward0>(node)) {  // of images
     return &loss->self_;
   }
   const auto* gather = as<GatherBackward0>(node);
