@@ -1,10 +1,14 @@
 """The gradients of softmax and its logarithm, which lie over the incoming ones in the scope: PyTorch's bits."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import recompute
 from activations_cuda.recipes.verification import is_identical
@@ -124,18 +128,21 @@ def test_a_gradient_that_is_broadcast(device):
     check(Net(device=device), is_ours=False)
 
 
-@pytest.mark.parametrize("which", ["log_softmax", "loss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("which", ["log_softmax", "view", "float32", "loss"])
 @pytest.mark.parametrize("how", HOW_TO_SEE)
-def test_who_sees_the_gradient(how, which, device):
-    net = CrossEntropy(device=device)
+def test_who_sees_the_gradient(how, which, dtype, device):
+    net = CrossEntropy(dtype=dtype, device=device)
 
     def read(scope):
         with scope:
-            y = F.log_softmax(net.logits(), -1)
-            z = F.nll_loss(y, net.target)
+            y = F.log_softmax(net.x @ torch.eye(1000, dtype=dtype, device=device), -1)
+            view = y.view(1, -1, 1000)
+            wide = view.float()
+            z = F.nll_loss(wide[0], net.target)
             loss = z * 2
-        tensors = {"log_softmax": y, "loss": z}
-        del y, z
+        tensors = {"log_softmax": y, "view": view, "float32": wide, "loss": z}
+        del y, view, wide, z
         return what_is_seen(how, tensors, which, loss, net)
 
     expected = read(torch.enable_grad())
@@ -146,16 +153,29 @@ def test_who_sees_the_gradient(how, which, device):
         assert all(map(is_identical, found, expected))
 
 
-def test_a_gradient_that_somebody_has(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_gradient_that_somebody_has(is_view, dtype, device):
     """It stays as it is."""
-    net = CrossEntropy(device=device)
+    net = CrossEntropy(dtype=dtype, device=device)
     kept = []
     for scope in (torch.enable_grad(), recompute()):
         with scope:
-            loss = net()
+            y = F.log_softmax(net.x @ torch.eye(1000, dtype=dtype, device=device), -1).float()
+            y = y.view(40, 1, 1000)[:, 0] if is_view else y
+            loss = F.nll_loss(y, net.target)
         loss.grad_fn.register_hook(lambda results, _: kept.append(results[0]))
         torch.autograd.grad(loss, net.leaves())
     assert is_identical(*kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_in_another_layout(dtype, device):
+    class Net(CrossEntropy):
+        def forward(self):
+            return (F.log_softmax(self.logits(), -1).float().T.contiguous() * 2).cos()
+
+    check(Net(dtype=dtype, device=device), is_ours=False)
 
 
 def test_the_softmax_of_a_leaf(device):
@@ -209,21 +229,69 @@ def test_under_autocast(shape, half):
         check(CrossEntropy(shape, half, "cuda"))
 
 
-def test_a_leaf_gets_no_gradient_of_twice_its_memory(device):
+BEFORE = {
+    "a leaf": lambda x: x,
+    "a view of a leaf": lambda x: x.view(-1, 1000),
+    "a sum": lambda x: x + 1,
+    "a product of matrices": lambda x: x @ torch.eye(1000, dtype=x.dtype, device=x.device),
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_no_gradient_of_twice_its_memory_stays(before, device):
+    """Where the cast has the gradient in the memory of that in float32."""
+
     class Net(OfRecipe):
         def logits(self):
-            return self.x
+            return BEFORE[before](self.x)
 
     net = Net(device, F.nll_loss)
     check(net)
-    for retained in (net.x, net.x * 1):
-        if retained is not net.x:
-            retained.retain_grad()
-            net.logits = lambda retained=retained: retained
-        with recompute():
-            loss = net()
-        loss.backward()
-        assert retained.grad.untyped_storage().nbytes() == net.x.nbytes
+    with recompute():
+        loss = net()
+    loss.backward()
+    assert net.x.grad.untyped_storage().nbytes() == net.x.nbytes
+
+
+@pytest.mark.parametrize("how", ["hook", "prehook of the node"])
+@pytest.mark.parametrize("where", ["logits", "logarithms"])
+def test_nobody_sees_a_gradient_of_twice_its_memory(where, how, device):
+    net = OfRecipe(device, F.nll_loss)
+    seen = []
+    with recompute():
+        logits = net.x @ torch.eye(1000, dtype=net.x.dtype, device=device)
+        y = F.log_softmax(logits.view(1, 40, 1000), -1)
+        loss = F.nll_loss(y.float()[0], net.target)
+    tensor = logits if where == "logits" else y
+    if how == "hook":
+        tensor.register_hook(lambda grad: seen.append(grad))
+    else:
+        tensor.grad_fn.register_prehook(lambda grads: seen.append(grads[0]))
+    loss.backward()
+    assert seen[0].untyped_storage().nbytes() == net.x.nbytes
+
+
+def test_a_gradient_that_is_a_part_of_another(device):
+    """Which would keep all of that alive."""
+    net = CrossEntropy(device=device)
+    others = torch.randn(40, 1000, device=device)
+    with recompute():
+        loss = (torch.cat([others, F.log_softmax(net.x, -1)]) * 2).cos().sum()
+    loss.backward()
+    assert net.x.grad.untyped_storage().nbytes() == net.x.nbytes
+
+
+def test_logarithms_that_a_checkpoint_has(device):
+    """They may be read once."""
+
+    class Net(CrossEntropy):
+        def forward(self):
+            def logarithms(x):
+                return F.log_softmax(x * 1, -1)
+
+            return F.nll_loss(checkpoint(logarithms, self.x, use_reentrant=False), self.target)
+
+    check(Net(device=device), is_ours=False)
 
 
 PICKS = {
@@ -254,6 +322,47 @@ def test_hooks_outside_that_wait_for_what_only_serves_for_its_shape(pick, device
     check_within_hooks_that_give_back_once(Net(device, PICKS[pick]))
 
 
+class Reads(TorchDispatchMode):
+    """All that the ops are given."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for each in args:
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                assert not each.isnan().any()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reader", ["mode", "hook", "prehook of the node", "hook of the node"])
+@pytest.mark.parametrize("pick", PICKS)
+def test_who_reads_what_only_serves_for_its_shape(pick, reader, device):
+    net = OfRecipe(device, PICKS[pick])
+
+    def backward(scope):
+        with scope:
+            loss = net()
+        node, seen = loss.grad_fn, []
+        while "Mean" in node.name():
+            node = node.next_functions[0][0]
+
+        def read(*_):
+            seen.append(node._saved_self.clone())
+
+        match reader:
+            case "hook":
+                loss.register_hook(read)
+            case "prehook of the node":
+                node.register_prehook(read)
+            case "hook of the node":
+                node.register_hook(read)
+        with Reads() if reader == "mode" else contextlib.nullcontext():
+            found = torch.autograd.grad(loss, net.leaves())
+        return [*found, *seen]
+
+    expected = backward(torch.enable_grad())
+    found = backward(recompute())
+    assert len(found) == len(expected) and all(map(is_identical, found, expected))
+
+
 def test_a_shape_in_a_layout_that_the_loss_does_not_take(device):
     net = OfRecipe(device, lambda y, target: F.nll_loss(y.view(4, 5, 2, -1).movedim(-1, 1), target.view(4, 5, 2)))
     for scope in (torch.enable_grad(), recompute()):
@@ -267,9 +376,9 @@ def test_a_shape_in_a_layout_that_the_loss_does_not_take(device):
 def test_what_only_serves_for_its_shape_was_written_to(pick, device):
     net = OfRecipe(device, PICKS[pick])
     with recompute():
-        y = F.log_softmax(net.logits(), -1)
-        loss = net.pick(y.float(), net.target)
-        y.mul_(2)
+        wide = F.log_softmax(net.logits(), -1).float()
+        loss = net.pick(wide, net.target)
+        wide.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -45,10 +45,14 @@ bool may_answer(const Node& node, const at::Tensor& grad) {
          !c10::impl::dispatch_mode_enabled() && !torch::autograd::ForwardADLevel::try_get_by_idx(0);
 }
 
+bool is_hooked(Node& node) {
+  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
+}
+
 bool is_alone(const at::Tensor& grad) {
   const bool is_view = grad.is_view();
   return grad.use_count() == 1 && (!is_view || grad._base().use_count() == 1) &&
-         grad.storage().use_count() == (is_view ? 2 : 1);
+         grad.storage().use_count() == (is_view ? 2 : 1) && grad.storage().resizable();
 }
 
 bool passes_unnoticed(Node& node, bool has_saved) {

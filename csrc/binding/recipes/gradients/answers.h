@@ -25,7 +25,11 @@ namespace py = pybind11;
 // Whether a hook may compute a node's results, of which nobody but the node would notice. Not while there are tangents.
 bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
 
-// Whether the gradient is all that holds its memory, so that nobody else reads or writes it.
+// Whether anybody, this library's hooks included, sees what the node is given or gives.
+bool is_hooked(torch::autograd::Node& node);
+
+// Whether the gradient is all that holds its memory, which is PyTorch's, so that nobody else reads or writes it. What Python
+// has seen of the pass has a wrapper, which holds it, too.
 bool is_alone(const at::Tensor& grad);
 
 // Whether a pass does nothing with a node's first result but give it to the next node, in the same stream. `has_saved`: whether

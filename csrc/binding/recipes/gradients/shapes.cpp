@@ -1,3 +1,4 @@
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include "../hook.h"
@@ -13,7 +14,7 @@ using torch::autograd::generated::GatherBackward0;
 using torch::autograd::generated::NllLoss2DBackward0;
 using torch::autograd::generated::NllLossBackward0;
 
-// What of a node's only serves for the shape of its gradient, or null.
+// What of a node's only serves its op for the shape of the gradient, or null.
 const SavedVariable* saved_for_shape(Node* node) {
   if (const auto* loss = as<NllLossBackward0>(node)) {
     return &loss->self_;
@@ -29,8 +30,11 @@ const SavedVariable* saved_for_shape(Node* node) {
 
 bool is_read_for_shape(py::handle value) {
   const auto node = torch::autograd::get_current_node();
-  const SavedVariable* saved = at::GradMode::is_enabled() ? nullptr : saved_for_shape(node.get());
-  return saved && value_behind(*saved).is(value);
+  const SavedVariable* const saved = saved_for_shape(node.get());
+  if (!saved || at::GradMode::is_enabled() || c10::impl::dispatch_mode_enabled() || is_hooked(*node)) {
+    return false;  // somebody else may read it, or the graph that is made
+  }
+  return value_behind(*saved).is(value);
 }
 
 }  // namespace fastact::recipes

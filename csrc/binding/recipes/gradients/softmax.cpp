@@ -16,7 +16,7 @@
 #include "../../dtypes.h"
 #include "../../identical.h"
 #include "../../node.h"
-#include "../leaves.h"
+#include "../hook.h"
 #include "../verification.h"
 #include "answers.h"
 
@@ -26,13 +26,24 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
+using torch::autograd::generated::AddmmBackward0;
+using torch::autograd::generated::ConvolutionBackward0;
 using torch::autograd::generated::LogSoftmaxBackward0;
+using torch::autograd::generated::MmBackward0;
 using torch::autograd::generated::SoftmaxBackward0;
 using torch::autograd::generated::ToCopyBackward0;
+using torch::autograd::generated::TransposeBackward0;
+using torch::autograd::generated::UnsafeViewBackward0;
+using torch::autograd::generated::ViewBackward0;
 
 // Whether it lies as the ops' results do, and there is any of it.
 bool is_in_order(const at::Tensor& grad) {
   return grad.dim() > 0 && grad.numel() > 0 && grad.strides() == at::IntArrayRef(c10::contiguous_strides(grad.sizes()));
+}
+
+// Whether its memory is as large, or so many times, and begins with it.
+bool fills_memory(const at::Tensor& grad, size_t times = 1) {
+  return grad.storage_offset() == 0 && grad.storage().nbytes() == times * grad.nbytes();
 }
 
 // By PyTorch's op. These are of (outer, size) or (outer, size, inner), the dimension being that of the size.
@@ -55,14 +66,28 @@ bool may_be_overwritten(bool is_log, const at::Tensor& grad) {
   const int64_t inner = grad.dim() == 3 ? grad.size(2) : 0;
   const SoftmaxConfiguration configuration = {is_log, grad.scalar_type(), grad.size(1), inner, grad.device().index()};
   return verdicts.find(configuration, grad.device(), [&] {
-    at::DimVector sizes(grad.sizes());
-    sizes[0] = inner == 0 ? 16 : 1;  // the op treats all alike
+    constexpr int64_t rows = 16, places = 1 << 14;  // the op treats all alike
+    at::DimVector sizes = {inner == 0 ? rows : 1, grad.size(1)};
+    if (inner > 0) {
+      sizes.push_back(std::min(inner, places));
+    }
     const at::Tensor some_grad = some_numbers(sizes, grad.options(), 1), result = some_numbers(sizes, grad.options(), 2);
     const at::Tensor expected = at::empty_like(some_grad);
     write_gradient(is_log, expected, some_grad, result);
     write_gradient(is_log, some_grad, some_grad, result);
     return is_identical(some_grad, expected);
   });
+}
+
+// Whether the gradient that leads there ends at a node that makes another of it, and nobody sees it before: then it may have
+// twice its memory.
+bool ends_soon(const Edge& edge) {
+  Node* node = edge.function.get();
+  const auto is_view = [&] { return as<ViewBackward0>(node) || as<UnsafeViewBackward0>(node) || as<TransposeBackward0>(node); };
+  while (!is_hooked(*node) && is_view()) {
+    node = node->next_edge(0).function.get();
+  }
+  return !is_hooked(*node) && (as<MmBackward0>(node) || as<AddmmBackward0>(node) || as<ConvolutionBackward0>(node));
 }
 
 // Has the gradient in the incoming one's memory. In a language model's loss both are among the largest tensors of a step, at
@@ -76,7 +101,8 @@ class SoftmaxPreHook : public PreHook {
     constexpr bool is_log = std::is_same_v<AnyNode, LogSoftmaxBackward0>;
     const at::Tensor& grad = grads[0];
     if (!may_answer(node_, grad) || !node_.task_should_compute_output(0) || !is_alone(grad) || !is_in_order(grad) ||
-        !is_float_or_half(grad.scalar_type()) || node_.self_scalar_type != grad.scalar_type()) {
+        !is_float_or_half(grad.scalar_type()) || node_.self_scalar_type != grad.scalar_type() ||
+        !(fills_memory(grad) || (fills_memory(grad, /*times=*/2) && ends_soon(node_.next_edge(0))))) {
       return grads;
     }
     const auto dim = static_cast<size_t>(at::maybe_wrap_dim(node_.dim, grad.dim()));
@@ -117,7 +143,7 @@ at::Tensor cast_in_place(const at::Tensor& grad, at::ScalarType dtype) {
   return result;
 }
 
-// Does so for a softmax that overwrites it then.
+// Does so with the gradient of a cast behind a softmax, which writes its own over it.
 class SoftmaxCastPreHook : public PreHook {
  public:
   explicit SoftmaxCastPreHook(ToCopyBackward0& node) : node_(node) {}
@@ -125,35 +151,35 @@ class SoftmaxCastPreHook : public PreHook {
   variable_list operator()(const variable_list& grads) override {
     const at::Tensor& grad = grads[0];
     const auto dtype = c10::typeMetaToScalarType(node_.self_options.dtype());
-    const bool is_cast = may_answer(node_, grad) && node_.task_should_compute_output(0) && is_alone(grad) &&
-                         is_in_order(grad) && grad.scalar_type() == at::kFloat && is_half(dtype) &&
-                         grad.device() == node_.self_options.device() && grad.storage().nbytes() == grad.nbytes();
-    const Edge& edge = node_.next_edge(0);
-    return is_cast && !may_be_kept(edge) && !may_be_kept(edge.function->next_edge(0))
+    Node& softmax = *node_.next_edge(0).function;
+    const bool is_overwritten =
+        may_answer(softmax, grad) && softmax.tensor_pre_hooks().empty() && ends_soon(softmax.next_edge(0));
+    const bool is_cast = may_answer(node_, grad) && node_.task_should_compute_output(0) && grad.scalar_type() == at::kFloat &&
+                         is_half(dtype) && grad.device() == node_.self_options.device();
+    return is_overwritten && is_cast && is_alone(grad) && is_in_order(grad) && fills_memory(grad)
                ? answer({cast_in_place(grad, dtype)}, grads.size())
                : grads;
   }
 
  private:
-  // Whether the gradient there may outlive the pass: then it isn't to have twice its memory.
-  static bool may_be_kept(const Edge& edge) {
-    return is_leaf(edge) || !edge.function->tensor_pre_hooks().empty() || !edge.function->retains_grad_hooks().empty();
-  }
-
   ToCopyBackward0& node_;
 };
+
+// Unless hooks other than the scope's have saved the result, as a checkpoint's, who may give it back only once.
+template <class AnyNode>
+bool added_hooks(AnyNode* softmax) {
+  if (!softmax || (softmax->result_.retrieve_unpack_hook_data() && !value_behind(softmax->result_))) {
+    return false;
+  }
+  add_hooks<SoftmaxPreHook<AnyNode>>(*softmax);
+  return true;
+}
 
 }  // namespace
 
 void add_softmax_hooks(Node& node, Node* behind) {
-  if (auto* const softmax = as<SoftmaxBackward0>(&node)) {
-    add_hooks<SoftmaxPreHook<SoftmaxBackward0>>(*softmax);
-  } else if (auto* const log_softmax = as<LogSoftmaxBackward0>(&node)) {
-    add_hooks<SoftmaxPreHook<LogSoftmaxBackward0>>(*log_softmax);
-  } else {
-    return;
-  }
-  if (auto* const cast = as<ToCopyBackward0>(behind)) {
+  const bool is_softmax = added_hooks(as<SoftmaxBackward0>(&node)) || added_hooks(as<LogSoftmaxBackward0>(&node));
+  if (auto* const cast = is_softmax ? as<ToCopyBackward0>(behind) : nullptr) {
     add_hooks<SoftmaxCastPreHook>(*cast);
   }
 }
