@@ -137,8 +137,8 @@ def convert(
         recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit, or a
             scope, whose options are used and whose model is ignored:
             ``recompute=activations_cuda.recompute(convolutions=True)``. Later calls of ``convert`` keep it, until
-            :func:`revert`. All smooth activations are converted then: their outputs are recomputed, and in place they don't copy
-            their input.
+            :func:`revert`. All smooth activations are converted then: their outputs are recomputed, and in place they don't
+            copy their input.
         keyword_inputs: keyword arguments of the forward pass.
 
     Returns:

@@ -130,8 +130,9 @@ def memory_report(
 
     Runs the forward pass of a copy on fake tensors, twice with ``recompute``. It needs no GPU, and no memory unless the pass
     depends on tensors' values, and leaves the model as it is, converted or not. Don't pass inputs that can be read only once,
-    such as generators: the second pass would find them empty. What several layers share counts once, with the first; parameters and buffers, which are there anyway,
-    don't count. Before means PyTorch's own activations, after means ``convert(model, *inputs)``.
+    such as generators: the second pass would find them empty. What several layers share counts once, with the first; parameters
+    and buffers, which are there anyway, don't count. Before means PyTorch's own activations, after means ``convert(model,
+    *inputs)``.
 
     It counts what PyTorch's kernels for the model's device save; a model on the meta device counts as one on the CPU (under
     CUDA's autocast, on a GPU), where attention with dropout saves more than on a GPU. What LSTM layers reserve for backward,

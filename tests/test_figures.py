@@ -216,7 +216,10 @@ def test_figures_of_recompute():
     later = "GPT-2, PyTorch's GELU"
     with_loss = ["GPT-2, language model", "Llama, language model"]
     assert [row["model"] for row in rows if row["commit"] != commit] == [later, *with_loss]
-    assert f'The row "{later}" has `activation_function="gelu_pytorch_tanh"`' in text and "That row and those of the language models are of later" in text
+    assert (
+        f'The row "{later}" has `activation_function="gelu_pytorch_tanh"`' in text
+        and "That row and those of the language models are of later" in text
+    )
     by_name = {row["model"]: row for row in rows}
     of_bfloat16 = (name for name, row in by_name.items() if row["dtype"].startswith("bfloat16"))
     large = [name for name in of_bfloat16 if not name.endswith((", few", ", contiguous", ", convolutions"))]
