@@ -136,14 +136,11 @@ COLUMNS += ["losses_equal", "weights_equal", "parameters_equal", "failure"]
 
 def main():
     chosen = chosen_models("python -m benchmarks.alternatives", __doc__, list(MODELS))
-    origin, path = record.origin(), record.path("-alternatives")
-    rows = [row for row in record.other_rows(path, MODELS, chosen) if row["way"] in WAYS]
+    rows = record.Rows(record.path("-alternatives"), MODELS, chosen)
     for name in chosen:
         for row in rows_of(name):
-            rows.append({"commit": origin["commit"], **row})
-            rows.sort(key=lambda row: MODELS.index(row["model"]))
-            record.write(path, {**origin, "rows": rows})
-    draw_alternatives(path)
+            rows.add(row)
+    draw_alternatives(rows.path)
     print(tabulate([[row.get(column) for column in COLUMNS] for row in rows], headers=COLUMNS, disable_numparse=True))
     print("\nbefore: unmodified. compile_s: the first two steps. weights_equal: parameters and buffers.")
 

@@ -57,15 +57,12 @@ def largest_batch(model, case, way, step, limit):
 
 def main():
     chosen = chosen_models("python -m benchmarks.batches", __doc__, list(MODELS))
-    origin, path = record.origin(), record.path("-batches")
-    rows = record.other_rows(path, MODELS, chosen)
+    rows = record.Rows(record.path("-batches"), MODELS, chosen, cap_gib=CAP / GIB)
     torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(0).total_memory)
     for name in tqdm(chosen, unit=" models"):
         model = CASES[name].model()
         batches = {way: largest_batch(model, CASES[name], WAYS[way], *MODELS[name]) for way in WAYS}
-        rows.append({"commit": origin["commit"], "model": name, **batches})
-        rows.sort(key=lambda row: list(MODELS).index(row["model"]))
-        record.write(path, {**origin, "cap_gib": CAP / GIB, "rows": rows})
+        rows.add({"model": name, **batches})
     print(tabulate(rows, headers="keys"))
     print(f"\nThe largest batch within {CAP / GIB:.0f} GiB.")
 

@@ -147,13 +147,12 @@ def measure(case):
 def work(rank, rendezvous, path, chosen):
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=RANKS, device_id=torch.device("cuda", rank))
-    origin, rows = record.origin(), record.other_rows(path, NAMES, chosen)
+    rows = record.Rows(path, NAMES, chosen, ranks=RANKS)
     for case in tqdm([case for case in CASES if case.model in chosen], unit=" runs", disable=rank != 0):
-        rows.append({"commit": origin["commit"], **measure(case)})
+        row = measure(case)
         torch.cuda.empty_cache()
         if rank == 0:
-            rows.sort(key=lambda row: NAMES.index(row["model"]))
-            record.write(path, {**origin, "ranks": RANKS, "rows": rows})
+            rows.add(row)
     dist.destroy_process_group()
 
 

@@ -376,14 +376,11 @@ def chosen_models(prog, description, names):
 
 def main():
     chosen = chosen_models("python -m benchmarks.models", __doc__, list(MODELS))
-    origin, path = record.origin(), record.path("-models")
-    rows = record.other_rows(path, MODELS, chosen)
+    rows = record.Rows(record.path("-models"), MODELS, chosen)
     runs = [(name, dtype) for name in chosen for dtype in MODELS[name].dtypes]
     for name, dtype in tqdm(runs, unit=" runs"):
-        rows.append({"commit": origin["commit"], **measure(name, MODELS[name], dtype)})
-        rows.sort(key=lambda row: list(MODELS).index(row["model"]))
-        record.write(path, {**origin, "rows": rows})
-    draw_models(path)
+        rows.add(measure(name, MODELS[name], dtype))
+    draw_models(rows.path)
     print(table(rows))
     print(
         "\nbefore: unmodified; after: converted; compiled: before, by torch.compile. ms: a step, the median;"

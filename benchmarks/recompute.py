@@ -223,12 +223,9 @@ COLUMNS += ["time"]
 
 def main():
     chosen = chosen_models("python -m benchmarks.recompute", __doc__, list(CASES))
-    origin, path = record.origin(), record.path("-recompute")
-    rows = record.other_rows(path, CASES, chosen)
+    rows = record.Rows(record.path("-recompute"), CASES, chosen)
     for name in tqdm(chosen, unit=" models"):
-        rows.append({"commit": origin["commit"], **measure(name, CASES[name])})
-        rows.sort(key=lambda row: list(CASES).index(row["model"]))
-        record.write(path, {**origin, "rows": rows})
+        rows.add(measure(name, CASES[name]))
     print(table(rows, COLUMNS))
     print("\nbefore: unmodified; after: convert(recompute=True). GiB: the peak of a step's memory; kernels: of their time.")
     sys.exit(1 if any(map(is_short, rows)) else 0)

@@ -31,12 +31,23 @@ def path(kind=""):
     return RESULTS / f"{name}{kind}.json"
 
 
-def other_rows(path, models, chosen):
-    """The rows that the file has of these models but the chosen ones, each with the commit that it is of."""
-    result = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    return [{"commit": result["commit"], **row} for row in result["rows"] if row["model"] in set(models) - set(chosen)]
-
-
 def write(path, result):
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+class Rows(list):
+    """A file's rows of models, in these models' order, each with the commit that it is of. Those of the chosen models go, and
+    new ones are written as they come, with these facts of the run.
+    """
+
+    def __init__(self, path, models, chosen, **facts):
+        result = json.loads(path.read_text()) if path.exists() else {"rows": []}
+        others = set(models) - set(chosen)
+        super().__init__({"commit": result["commit"], **row} for row in result["rows"] if row["model"] in others)
+        self.path, self.models, self.facts = path, list(models), {**origin(), **facts}
+
+    def add(self, row):
+        self.append({"commit": self.facts["commit"], **row})
+        self.sort(key=lambda row: self.models.index(row["model"]))
+        write(self.path, {**self.facts, "rows": self})
