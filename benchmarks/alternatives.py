@@ -137,6 +137,7 @@ COLUMNS += ["losses_equal", "weights_equal", "parameters_equal", "failure"]
 def main():
     chosen = chosen_models("python -m benchmarks.alternatives", __doc__, list(MODELS))
     rows = record.Rows(record.path("-alternatives"), MODELS, chosen)
+    rows[:] = [row for row in rows if row["way"] in WAYS]
     for name in chosen:
         for row in rows_of(name):
             rows.add(row)

@@ -98,6 +98,17 @@ def check_captured(net):
     return names
 
 
+def check_same(read):
+    """What `read(scope)` returns is the same in the scope, and without."""
+    expected = read(contextlib.nullcontext())
+    for _ in range(2):
+        found = read(recompute())
+        assert len(found) == len(expected)
+        assert all(one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
+        assert all(one.stride() == other.stride() for one, other in zip(found, expected, strict=True))
+        assert all(map(is_identical, found, expected))
+
+
 HOW_TO_SEE = ["hook", "retain", "asked for", "prehook of the node", "hook of the node"]
 
 

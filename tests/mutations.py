@@ -592,8 +592,8 @@ RECOMPUTE = [
     Mutant(
         "hooks outside that wait to give back a shape",
         HOOK,
-        " && !value.follows_from_outside() && is_read",
-        " && is_read",
+        " && !value.follows_from_outside() && strides",
+        " && strides",
     ),
     Mutant("a shape in another layout", HOOK, "*strides == at::IntArrayRef(c10::contiguous_strides(value.sizes_of()))", "true"),
     Mutant("a table of two operands", LOWERING, "recipe.operands.size() == 1 && ", ""),

@@ -15,6 +15,7 @@ from activations_cuda.recipes.verification import is_identical
 from answers import (
     HOW_TO_SEE,
     check_captured,
+    check_same,
     check_second_derivatives,
     check_several_passes,
     check_several_threads,
@@ -43,6 +44,10 @@ class CrossEntropy(nn.Module):
 
     def logits(self):
         return self.x * 1  # no leaf
+
+    def product(self):
+        """Logits whose gradient ends in a product of matrices."""
+        return self.x @ torch.eye(self.x.shape[-1], dtype=self.x.dtype, device=self.x.device)
 
     def forward(self):
         return F.cross_entropy(self.logits(), self.target, **self.options)
@@ -136,7 +141,7 @@ def test_who_sees_the_gradient(how, which, dtype, device):
 
     def read(scope):
         with scope:
-            y = F.log_softmax(net.x @ torch.eye(1000, dtype=dtype, device=device), -1)
+            y = F.log_softmax(net.product(), -1)
             view = y.view(1, -1, 1000)
             wide = view.float()
             z = F.nll_loss(wide[0], net.target)
@@ -145,12 +150,7 @@ def test_who_sees_the_gradient(how, which, dtype, device):
         del y, view, wide, z
         return what_is_seen(how, tensors, which, loss, net)
 
-    expected = read(torch.enable_grad())
-    for _ in range(2):
-        found = read(recompute())
-        assert len(found) == len(expected)
-        assert all(one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
-        assert all(map(is_identical, found, expected))
+    check_same(read)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -161,7 +161,7 @@ def test_a_gradient_that_somebody_has(is_view, dtype, device):
     kept = []
     for scope in (torch.enable_grad(), recompute()):
         with scope:
-            y = F.log_softmax(net.x @ torch.eye(1000, dtype=dtype, device=device), -1).float()
+            y = F.log_softmax(net.product(), -1).float()
             y = y.view(40, 1, 1000)[:, 0] if is_view else y
             loss = F.nll_loss(y, net.target)
         loss.grad_fn.register_hook(lambda results, _: kept.append(results[0]))
@@ -173,8 +173,7 @@ def test_a_gradient_that_somebody_has(is_view, dtype, device):
 def test_a_gradient_in_another_layout(dtype, device):
     class Net(CrossEntropy):
         def forward(self):
-            logits = self.x @ torch.eye(1000, dtype=dtype, device=device)
-            return (F.log_softmax(logits, -1).float().T.contiguous() * 2).cos()
+            return (F.log_softmax(self.product(), -1).float().T.contiguous() * 2).cos()
 
     check(Net(dtype=dtype, device=device), is_ours=False)
 
@@ -231,10 +230,10 @@ def test_under_autocast(shape, half):
 
 
 BEFORE = {
-    "a leaf": lambda x: x,
-    "a view of a leaf": lambda x: x.view(-1, 1000),
-    "a sum": lambda x: x + 1,
-    "a product of matrices": lambda x: x @ torch.eye(1000, dtype=x.dtype, device=x.device),
+    "a leaf": lambda net: net.x,
+    "a view of a leaf": lambda net: net.x.view(-1, 1000),
+    "a sum": lambda net: net.x + 1,
+    "a product of matrices": CrossEntropy.product,
 }
 
 
@@ -244,7 +243,7 @@ def test_no_gradient_of_twice_its_memory_stays(before, device):
 
     class Net(OfRecipe):
         def logits(self):
-            return BEFORE[before](self.x)
+            return BEFORE[before](self)
 
     net = Net(device, F.nll_loss)
     check(net)
@@ -260,7 +259,7 @@ def test_nobody_sees_a_gradient_of_twice_its_memory(where, how, device):
     net = OfRecipe(device, F.nll_loss)
     seen = []
     with recompute():
-        logits = net.x @ torch.eye(1000, dtype=net.x.dtype, device=device)
+        logits = net.product()
         view = logits.view(-1, 1000)
         y = F.log_softmax(view, -1)
         loss = F.nll_loss(y.float(), net.target)
@@ -318,8 +317,7 @@ def test_what_only_serves_for_its_shape_is_not_computed(pick, device):
 def test_hooks_outside_that_wait_for_what_only_serves_for_its_shape(pick, device):
     class Net(OfRecipe):
         def forward(self):
-            wide = (self.x @ torch.eye(1000, dtype=self.x.dtype, device=device)).float()  # saved in the half type
-            return self.pick(wide, self.target)
+            return self.pick(self.product().float(), self.target)  # saved in the half type
 
     check_within_hooks_that_give_back_once(Net(device, PICKS[pick]))
 
@@ -360,9 +358,7 @@ def test_who_reads_what_only_serves_for_its_shape(pick, reader, device):
             found = torch.autograd.grad(loss, net.leaves())
         return [*found, *seen]
 
-    expected = backward(torch.enable_grad())
-    found = backward(recompute())
-    assert len(found) == len(expected) and all(map(is_identical, found, expected))
+    check_same(backward)
 
 
 def test_a_shape_in_a_layout_that_the_loss_does_not_take(device):

@@ -282,7 +282,7 @@ at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
 bool serves_without_memory(const py::object& object) {
   const Value& value = value_of(object);
   const auto strides = value.strides_of();
-  return value.readers == 1 && !value.follows_from_outside() && is_read_for_shape(object) && strides &&
+  return value.readers == 1 && is_read_for_shape(object) && !value.follows_from_outside() && strides &&
          *strides == at::IntArrayRef(c10::contiguous_strides(value.sizes_of()));
 }
 

@@ -7,7 +7,8 @@
 
 namespace fastact::recipes {
 
-// Adds the hooks to a node whose output is a recipe: a norm, a cast, a product, a power, tanh or SiLU.
+// Adds the hooks to a node whose output is a recipe: a norm, a cast, a product, a power, tanh or SiLU; and to a softmax
+// before it.
 void add_gradient_hooks(torch::autograd::Node& node);
 
 // Adds them to nodes whose output no recipe is made of, given the node of a tensor that is saved: an activation behind a batch
