@@ -109,6 +109,8 @@ def _is_constant(value):
     if type(value) is ModuleType:
         name = f"{value.__name__}."
         return name.startswith(("torch.", "math.")) and not name.startswith("torch.distributed.")
+    if type(value) is slice:  # Python 3.14 has them among a function's constants
+        value = value.start, value.stop, value.step
     return type(value) is not type and (type(value) in ATOMIC or (type(value) is tuple and all(map(_is_constant, value))))
 
 

@@ -78,7 +78,7 @@ def test_links_lead_to_tests():
 def test_docstrings_tell_of_arguments_and_result(name):
     function = getattr(activations_cuda, name)
     for part in (*inspect.signature(function).parameters, *(["Returns"] if inspect.isfunction(function) else [])):
-        assert re.search(rf"^ +{part}:", function.__doc__, re.MULTILINE), part
+        assert re.search(rf"^ *{part}:", function.__doc__, re.MULTILINE), part
 
 
 def test_docstrings_name_what_is_converted_by_default():

@@ -732,6 +732,8 @@ class Dice(random.Random):
 
 @pytest.mark.parametrize("kind", Writes.makes)
 def test_what_a_forward_writes_to(kind):
+    if kind == "iterator" and sys.version_info >= (3, 14):
+        pytest.skip("Python can't copy those of itertools any more")
     module = Writes(kind)
     read = Writes.makes[kind][2]
     before = copy.copy(read(module))

@@ -108,8 +108,8 @@ struct Activation {
   bool output_tells() const { return false; }
 };
 
-// Where the process has the CPU flush subnormals (torch.set_flush_denormal), so does PyTorch's relu. A comparison alone would
-// pass them; a product flushes, with a 1 that the compiler can't see.
+// Where the process has the CPU flush subnormals (torch.set_flush_denormal), so do PyTorch's relu and hardtanh. A comparison
+// alone may pass them, depending on the compiler; a product flushes, with a 1 that the compiler can't see.
 template <class T, Device device>
 struct Flushing {
   T one = 1;
@@ -167,7 +167,7 @@ struct LeakyRelu : Activation {
 };
 
 template <class scalar_t, Device device>
-struct Hardtanh : Activation {
+struct Hardtanh : Activation, Flushing<opmath_t<scalar_t>, device> {
   using T = opmath_t<scalar_t>;
   T min_val, max_val;
 
@@ -184,7 +184,7 @@ struct Hardtanh : Activation {
   }
   template <class X>
   FASTACT_HOST_DEVICE X operator()(const X& x) const {
-    return clamp(x, bound(min_val), bound(max_val));
+    return clamp(this->flushed(x), bound(min_val), bound(max_val));
   }
 
  private:
