@@ -116,6 +116,10 @@ def adaptive_avg_pool2d(input, shape):
     return aten._adaptive_avg_pool2d(input, shape[-2:])
 
 
+def adaptive_avg_pool3d(input, shape):
+    return aten._adaptive_avg_pool3d(input, shape[-3:])
+
+
 @functools.lru_cache(maxsize=1024)
 def _repeats(size, output):
     """Whether each element is repeated as often. PyTorch scales indices in float32, which may round whole ones down."""
@@ -251,9 +255,12 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     stack: MOVEMENT,
     torch.roll: MOVEMENT,
     torch.flip: MOVEMENT,
+    torch.rot90: MOVEMENT,
     torch.Tensor.repeat: MOVEMENT,
     F.pixel_shuffle: MOVEMENT,
     F.pixel_unshuffle: MOVEMENT,
+    torch.channel_shuffle: MOVEMENT,
+    aten.im2col: MOVEMENT,
     aten.reflection_pad1d: MOVEMENT,
     aten.reflection_pad2d: MOVEMENT,
     aten.reflection_pad3d: MOVEMENT,
@@ -261,6 +268,18 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     aten.replication_pad2d: MOVEMENT,
     aten.replication_pad3d: MOVEMENT,
     upsample_nearest: MOVEMENT,
+    aten._upsample_nearest_exact1d: MOVEMENT,
+    aten._upsample_nearest_exact2d: MOVEMENT,
+    aten._upsample_nearest_exact3d: MOVEMENT,
+    # interpolation
+    aten.upsample_linear1d: VARIES,
+    aten.upsample_bilinear2d: VARIES,
+    aten._upsample_bilinear2d_aa: VARIES,
+    aten.upsample_bicubic2d: VARIES,
+    aten._upsample_bicubic2d_aa: VARIES,
+    aten.upsample_trilinear3d: VARIES,
+    aten.grid_sampler_2d: VARIES,
+    aten.grid_sampler_3d: VARIES,
     # views
     torch.reshape: MOVEMENT,
     torch.Tensor.expand: MOVEMENT,

@@ -116,15 +116,31 @@ def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result
     return rule
 
 
+def whole_view(step: Step) -> Result:
+    """The rule of a view by its geometry, as autograd makes them anew once an op in place has written to one: of all of a
+    contiguous tensor.
+    """
+    input, (sizes, strides, offset) = step.operand(0), step.arguments("size", "stride", "storage_offset")
+    if offset or math.prod(sizes) != math.prod(input.sizes) or strides != torch.empty(sizes, device="meta").stride():
+        raise Underivable
+    return torch.reshape, (input,), (sizes,)
+
+
 WINDOW = "kernel_size", "stride", "padding"
+SCALES = "scales_d", "scales_h", "scales_w"
+INTERPOLATED = "output_size", "align_corners"
+SAMPLED = "interpolation_mode", "padding_mode", "align_corners"
 
 RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     # activations
     "ReluBackward0": op(torch.relu),
     "HardtanhBackward0": op(F.hardtanh, "min_val", "max_val"),
     "LeakyReluBackward0": op(F.leaky_relu, "negative_slope"),
+    "LeakyReluBackward1": unsaved(F.leaky_relu, "negative_slope"),  # in place, and so those below that end with a 1
     "EluBackward0": op(aten.elu, "alpha", "scale", "input_scale"),
+    "EluBackward1": unsaved(aten.elu, "alpha", "scale", "input_scale"),
     "CeluBackward0": op(F.celu, "alpha"),
+    "CeluBackward1": unsaved(F.celu, "alpha"),
     "GeluBackward0": op(_C.gelu, "approximate"),  # this package's smooth ones: the same bits, and faster
     "SiluBackward0": op(_C.silu),
     "MishBackward0": op(_C.mish),
@@ -138,7 +154,9 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "HardshrinkBackward0": op(F.hardshrink, "lambd"),
     "SoftshrinkBackward0": op(F.softshrink, "lambd"),
     "ThresholdBackward0": threshold,
+    "ThresholdBackward1": threshold,
     "RreluWithNoiseBackward0": rrelu,
+    "RreluWithNoiseBackward1": rrelu,
     "GluBackward0": op(F.glu, "dim"),
     # normalizations
     "NativeBatchNormBackward0": norms.batch_norm(torch.native_batch_norm, "eps", norms.NATIVE, norms.NATIVE_ON_CPU),
@@ -195,22 +213,39 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "ReplicationPad3DBackward0": op(aten.replication_pad3d, "padding"),
     "RollBackward0": unsaved(torch.roll, "shifts", "dims"),
     "FlipBackward0": unsaved(torch.flip, "dims"),
+    "Rot90Backward0": unsaved(torch.rot90, "k", "dims"),
     "RepeatBackward0": unsaved(torch.Tensor.repeat, "repeats"),
     "TrilBackward0": unsaved(torch.tril, "diagonal"),
     "TriuBackward0": unsaved(torch.triu, "diagonal"),
     "PixelShuffleBackward0": unsaved(F.pixel_shuffle, "upscale_factor"),
     "PixelUnshuffleBackward0": unsaved(F.pixel_unshuffle, "downscale_factor"),
+    "ChannelShuffleBackward0": unsaved(torch.channel_shuffle, "groups"),
+    "Im2ColBackward0": unsaved(aten.im2col, "kernel_size", "dilation", "padding", "stride"),
     "IndexSelectBackward0": OpRule(formulas.index_select, (None,), ("dim",), saved=("index",)),
     "GatherBackward0": OpRule(formulas.gather, ("self",), ("dim",), saved=("index",)),
     "EmbeddingBackward0": OpRule(torch.embedding, (None,), saved=("indices",)),
     "UpsampleNearest1DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales"),
-    "UpsampleNearest2DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales_h", "scales_w"),
-    "UpsampleNearest3DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales_d", "scales_h", "scales_w"),
+    "UpsampleNearest2DBackward0": unsaved(formulas.upsample_nearest, "output_size", *SCALES[1:]),
+    "UpsampleNearest3DBackward0": unsaved(formulas.upsample_nearest, "output_size", *SCALES),
+    "UpsampleNearestExact1DBackward0": unsaved(aten._upsample_nearest_exact1d, "output_size", "scales"),
+    "UpsampleNearestExact2DBackward0": unsaved(aten._upsample_nearest_exact2d, "output_size", *SCALES[1:]),
+    "UpsampleNearestExact3DBackward0": unsaved(aten._upsample_nearest_exact3d, "output_size", *SCALES),
+    "UpsampleLinear1DBackward0": unsaved(aten.upsample_linear1d, *INTERPOLATED, "scales"),
+    "UpsampleBilinear2DBackward0": unsaved(aten.upsample_bilinear2d, *INTERPOLATED, *SCALES[1:]),
+    "UpsampleBilinear2DAaBackward0": unsaved(aten._upsample_bilinear2d_aa, *INTERPOLATED, *SCALES[1:]),
+    "UpsampleBicubic2DBackward0": unsaved(aten.upsample_bicubic2d, *INTERPOLATED, *SCALES[1:]),
+    "UpsampleBicubic2DAaBackward0": unsaved(aten._upsample_bicubic2d_aa, *INTERPOLATED, *SCALES[1:]),
+    "UpsampleTrilinear3DBackward0": unsaved(aten.upsample_trilinear3d, *INTERPOLATED, *SCALES),
+    "GridSampler2DBackward0": op(aten.grid_sampler_2d, *SAMPLED, operands=("input", "grid")),
+    "GridSampler3DBackward0": op(aten.grid_sampler_3d, *SAMPLED, operands=("input", "grid")),
     "AvgPool2DBackward0": op(aten.avg_pool2d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AvgPool3DBackward0": op(aten.avg_pool3d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AdaptiveAvgPool2DBackward0": op(formulas.adaptive_avg_pool2d, SHAPE),
+    "AdaptiveAvgPool3DBackward0": op(formulas.adaptive_avg_pool3d, SHAPE),
     "MaxPool2DWithIndicesBackward0": pooled(formulas.max_pool2d, dims=2),
     "MaxPool3DWithIndicesBackward0": pooled(formulas.max_pool3d, dims=3),
+    "AdaptiveMaxPool2DBackward0": pooled(formulas.max_pool2d, dims=2),
+    "AdaptiveMaxPool3DBackward0": pooled(formulas.max_pool3d, dims=3),
     # views in the middle of a chain; one that is saved itself is its base and a geometry
     "ViewBackward0": unsaved(torch.reshape, SHAPE),
     "UnsafeViewBackward0": unsaved(torch.reshape, SHAPE),
@@ -219,6 +254,7 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "SqueezeBackward1": unsaved(torch.reshape, SHAPE),
     "SqueezeBackward2": unsaved(torch.reshape, SHAPE),
     "UnsqueezeBackward0": unsaved(torch.reshape, SHAPE),
+    "AsStridedBackward0": whole_view,
     "ExpandBackward0": unsaved(torch.Tensor.expand, SHAPE),
     "TransposeBackward0": unsaved(torch.transpose, "dim0", "dim1"),
     "TBackward0": unsaved(torch.t),

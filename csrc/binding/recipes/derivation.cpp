@@ -1,6 +1,7 @@
 #include "derivation.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -355,6 +356,18 @@ bool by_origin(Step& step, const Origin& origin, Value& recipe) {
   return true;
 }
 
+// Makes the recipe of a contiguous tensor that an op in place has written through a view of all of it, as an activation does
+// behind an instance norm.
+bool by_write(Step& step, const torch::autograd::CopySlices& write, Value& recipe) {
+  if (!write.base.is_contiguous() || !write.view.is_contiguous() || write.base.numel() != write.view.numel()) {
+    return false;
+  }
+  recipe.formula = formulas().reshape;
+  recipe.operands = {output(step, write.fn, 0)};
+  recipe.arguments = {argument(step, from_python().shape.ptr())};
+  return static_cast<bool>(recipe.operands[0]);
+}
+
 // Makes the recipe of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and
 // is kept so. Or that of its clone, as group norm makes one of what is channels-last.
 bool by_downcast(Step& step, Value& recipe) {
@@ -428,6 +441,9 @@ py::object derive(Step step) {
     return py::object();
   };
   if (!rule) {
+    if (const auto* write = dynamic_cast<const torch::autograd::CopySlices*>(step.node.get())) {
+      return made([&](Value& recipe) { return by_write(step, *write, recipe); });
+    }
     const auto* ours = dynamic_cast<const WithOrigin*>(step.node.get());
     return ours ? made([&](Value& recipe) { return by_origin(step, ours->origin, recipe); }) : py::object();
   }

@@ -163,6 +163,10 @@ py::object saved(Step& step, PyObject* name) {
   return data;
 }
 
+py::object output(Step& step, const NodePointer& node, uint32_t output_nr) {
+  return find(step.hook, *step.node, node, output_nr, step.depth + 1);
+}
+
 py::object operand(Step& step, size_t i, PyObject* name) {
   const torch::autograd::Edge& edge = step.node->next_edge(i);
   // A sharded parameter may be freed by now, but what was saved of it has a copy.
@@ -171,7 +175,7 @@ py::object operand(Step& step, size_t i, PyObject* name) {
     py::object value = name && PyObject_HasAttr(step.python_node().ptr(), name) ? saved(step, name) : py::object();
     return edge.function && value && value.is_none() ? py::object() : value;  // there is one, which backward doesn't need
   }
-  py::object value = find(step.hook, *step.node, edge.function, edge.input_nr, step.depth + 1);
+  py::object value = output(step, edge.function, edge.input_nr);
   if (value && name && is_on_cpu(value_of(value)) && !value_of(value).strides_of() && value_of(value).is_recipe()) {
     take_strides_of_saved(step, name, value_of(value));
   }

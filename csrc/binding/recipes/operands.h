@@ -31,6 +31,9 @@ struct Step {
   py::object python_node_;
 };
 
+// The value of the output of another node.
+py::object output(Step& step, const NodePointer& node, uint32_t output_nr);
+
 // The value of operand i, which the node may have saved under a name.
 py::object operand(Step& step, size_t i, PyObject* name);
 
