@@ -52,6 +52,7 @@ RECOMPUTE_TESTS = [
     "test_elementwise_gradients.py",
     "test_softmax_gradients.py",
     "test_rules.py",
+    "test_partial.py",
     "test_distributed.py",
 ]
 
@@ -99,7 +100,7 @@ CASTS = "csrc/binding/recipes/gradients/casts.cpp"
 NORMS = "csrc/binding/recipes/gradients/norms.cpp"
 ELEMENTWISE = "csrc/binding/recipes/gradients/elementwise.cpp"
 ANSWERS = "csrc/binding/recipes/gradients/answers.cpp"
-SHAPES = "csrc/binding/recipes/gradients/shapes.cpp"
+PARTIAL = "csrc/binding/recipes/partial.cpp"
 SOFTMAX = "csrc/binding/recipes/gradients/softmax.cpp"
 VERIFICATION = "csrc/binding/recipes/verification.h"
 
@@ -406,8 +407,8 @@ RECOMPUTE = [
     Mutant(
         "an operand that was written to",
         OPERANDS,
-        "if (value_of(value).is_current() && !follows",
-        "if (!follows",
+        "if (value_of(value).is_current() && !value_of(value).is_partial",
+        "if (!value_of(value).is_partial",
     ),
     Mutant(
         "any hook is a scope's",
@@ -542,8 +543,13 @@ RECOMPUTE = [
         "a part that is widened", JOIN, "value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype())", "true"
     ),
     Mutant("an int by way of a double", LOWERING, "PyLong_AsLongLongAndOverflow(given, &overflow)", "PyFloat_AsDouble(given)"),
-    Mutant("indices that somebody has", DERIVATION, "value.held.storage().use_count() > 1", "false"),
-    Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(input.sizes[-dims:]) <= 2**16", "if True"),
+    Mutant(
+        "indices that somebody has",
+        DERIVATION,
+        "!is_alone(value, hook) || value.readers",
+        "!value.held.defined() || value.readers",
+    ),
+    Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(plane) <= 2**16", "if True"),
     Mutant("a result in a wider dtype", COMPUTING, "if (tensor.scalar_type() != dtype)", "if (false)"),
     Mutant(
         "a view that was written to",
@@ -584,18 +590,31 @@ RECOMPUTE = [
         "softmax->result_.retrieve_unpack_hook_data() && !value_behind(softmax->result_)",
         "false",
     ),
-    Mutant("modes see a shape without memory", SHAPES, "|| c10::impl::dispatch_mode_enabled() ", ""),
-    Mutant("hooks see a shape without memory", SHAPES, " || is_hooked(*node)", ""),
-    Mutant("a shape that was written to", HOOK, "  value.check_unwritten();\n  if (serves", "  if (serves"),
-    Mutant("no gradient is overwritten", SOFTMAX, "if (!may_be_overwritten(is_log, in_rows)) {", "if (true) {"),
-    Mutant("what only serves for its shape is computed", SHAPES, "value_behind(*saved).is(value)", "false"),
+    Mutant("modes see a shape without memory", PARTIAL, "c10::impl::dispatch_mode_enabled() || ", ""),
+    Mutant("hooks see a shape without memory", PARTIAL, " || is_hooked(*node)", ""),
+    Mutant("graphs see a shape without memory", PARTIAL, "at::GradMode::is_enabled() || ", ""),
     Mutant(
-        "hooks outside that wait to give back a shape",
+        "a shape that was written to",
         HOOK,
-        " && !value.follows_from_outside() && strides",
-        " && strides",
+        "  value.check_unwritten();\n  if (const at::Tensor shape",
+        "  if (const at::Tensor shape",
     ),
-    Mutant("a shape in another layout", HOOK, "*strides == at::IntArrayRef(c10::contiguous_strides(value.sizes_of()))", "true"),
+    Mutant("no gradient is overwritten", SOFTMAX, "if (!may_be_overwritten(is_log, in_rows)) {", "if (true) {"),
+    Mutant("what only serves for its shape is computed", PARTIAL, "return is_taken ? result : at::Tensor();", "return {};"),
+    Mutant("hooks outside that wait to give back a shape", PARTIAL, " || value.follows_from_outside()", ""),
+    Mutant("a shape in another layout", PARTIAL, "return is_taken ? result : at::Tensor();", "return result;"),
+    Mutant("signs of numbers that aren't NaN", PARTIAL, "result.ne(0)", "result.gt(0)"),
+    Mutant(
+        "what somebody else has is let go", PARTIAL, "!is_alone(value_of(object), hook)", "!value_of(object).held.defined()"
+    ),
+    Mutant("what others have saved is let go", PARTIAL, "value.readers != 1 + is_of_relu || ", ""),
+    Mutant("what is no larger is let go", PARTIAL, "kept >= static_cast<int64_t>(value.held.nbytes())", "false"),
+    Mutant("the signs of any activation", PARTIAL, "relu && is_saved_as(&relu->result_, object)", "true"),
+    Mutant("no ReLU's input is let go", PARTIAL, "value.readers != 1 + is_of_relu", "value.readers != 1"),
+    Mutant("what was let go is remembered", PARTIAL, "value.readers = 1;", ""),
+    Mutant("something follows from what was let go", OPERANDS, "!value_of(value).is_partial && ", ""),
+    Mutant("a write through a part of a tensor", DERIVATION, " || write.base.numel() != write.view.numel()", ""),
+    Mutant("a write through a transposed view", DERIVATION, "!write.view.is_contiguous() || ", ""),
     Mutant("a table of two operands", LOWERING, "recipe.operands.size() == 1 && ", ""),
     Mutant("any power", PROGRAM, "a == 2 || a == 3", "true"),
     Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),

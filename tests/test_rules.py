@@ -49,6 +49,8 @@ OPS = {
     "add_alpha": lambda x: torch.add(x, x.flip(0), alpha=0.3),
     "sub": lambda x: torch.sub(x, x.flip(0), alpha=0.3),
     "mul_scalar": lambda x: x * 0.3,
+    "mul_of_a_scalar": lambda x: torch.ops.aten.mul.Scalar(x, 0.3),
+    "div_of_a_scalar": lambda x: torch.ops.aten.div.Scalar(x, 3),
     "mul": lambda x: x * x,
     "broadcast": lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(),
     "div_scalar": lambda x: x / 3,
@@ -89,6 +91,7 @@ OPS = {
     "cat_with_nothing": lambda x: torch.cat([x.new_empty(2, 0, 4, 4), x, x.new_empty(0)], -3),
     "stack": lambda x: torch.stack([x, x], 1),
     "pad": lambda x: F.pad(x, (0, 1, 2, 0), value=0.25),
+    "pad_by_nothing": lambda x: F.pad(x, (0, 0, 0, 0)),
     "pad_3d": lambda x: F.pad(x[None], (1, 1, 0, 2, 1, 0), value=0.25),
     "reflect": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
     "reflect_1d": lambda x: F.pad(x.flatten(2), (1, 1), mode="reflect"),
@@ -129,6 +132,9 @@ OPS = {
     "im2col": lambda x: F.unfold(x, 3, padding=1),
     "rot90": lambda x: x.rot90(1, (2, 3)),
     "index_select": lambda x: x.index_select(1, torch.tensor([1, 0], device=x.device)),
+    "index": lambda x: x[torch.tensor([1, 0, 1], device=x.device)],
+    "index_of_several": lambda x: x[:, [3, 0], [1, 2]],
+    "index_of_some": lambda x: torch.ops.aten._unsafe_index(x, [None, torch.tensor([1, 0], device=x.device)]),
     "gather": lambda x: x.gather(1, torch.ones(2, 3, 4, 4, dtype=torch.long, device=x.device)),
     "view": lambda x: x.reshape(2, 2, -1).relu(),
     "select": lambda x: x[:, 1].relu(),
@@ -237,6 +243,73 @@ def test_movements_in_the_half_type_that_it_came_from(device):
     assert torch.autograd.grad(loss, x)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("factors", [(2, 2), (3, 1), (1.5, 2)], ids=str)
+def test_nearest_of_what_nobody_has(factors, layout, device):
+    """As in an autoencoder's decoder, whose blocks end with a sum."""
+
+    def loss(model):
+        x = model(images) + 1
+        return Keep.apply(F.interpolate(x, scale_factor=factors)).square().sum()
+
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 6, 6, device=device)
+    model = nn.Conv2d(3, 8, 3, padding=1).to(device, memory_format=LAYOUTS[layout])
+    compare(model, loss)
+    with Scope() as scope:
+        output = loss(model)
+    (up,) = (value for value in scope.values() if value.source == "UpsampleNearest2DBackward0")
+    is_whole = all(float(factor).is_integer() for factor in factors)
+    assert up.is_recipe == is_whole and (not is_whole or up.roots[0].sizes == [2, 8, 6, 6])
+    del output
+
+
+def grouped(keys):
+    """As transformers repeats them for each of the queries' heads."""
+    return keys[:, :, None].expand(-1, -1, 3, -1, -1).reshape(2, 24, 4, 4)
+
+
+OF_PARTS = {
+    "expanded and reshaped": grouped,
+    "expanded and copied": lambda x: x[:, :, None].expand(-1, -1, 3, -1, -1).contiguous(),
+    "repeated and interleaved": lambda x: x.repeat_interleave(3, dim=1),
+    "expanded in front": lambda x: x.expand(3, -1, -1, -1, -1).contiguous(),
+    "repeated": lambda x: x.repeat(3, 1, 1, 1),
+    "repeated in front": lambda x: x.repeat(3, 1, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_repetitions_of_what_nobody_has(name, dtype, layout, device):
+    """One is saved, which the scope's user may not have written to."""
+
+    def loss(model):
+        x = model(images) + 1
+        return Keep.apply(OF_PARTS[name](x)).float().square().sum()
+
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 4, 4, device=device).to(dtype)
+    model = nn.Conv2d(3, 8, 1).to(device, dtype, memory_format=LAYOUTS[layout])
+    compare(model, loss)
+    with Scope() as scope:
+        output = loss(model)
+    many = next(value for value in scope.values() if math.prod(value.sizes) == 3 * 2 * 8 * 4 * 4)
+    assert many.is_recipe and [math.prod(root.sizes) for root in many.roots] == [2 * 8 * 4 * 4]
+    del output
+
+
+def test_what_a_mask_has_picked_is_saved(device):
+    """Its size depends on values."""
+    x = torch.randn(2, 8, 4, 4, device=device, requires_grad=True)
+    with Scope() as scope:
+        loss = Keep.apply(Keep.apply(x)[x.detach() > 0]).sum()
+    assert not any(value.is_recipe and value.source == "IndexBackward0" for value in scope.values())
+    plain = Keep.apply(Keep.apply(x)[x.detach() > 0]).sum()
+    assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (loss, plain)))
+
+
 @pytest.mark.parametrize("scales", [(3.0, 3.2), (3.2, 3.0)], ids=str)
 def test_nearest_by_scales_of_the_same_sizes(scales, device):
     x = torch.randn(2, 8, 4, 4, device=device, requires_grad=True)
@@ -277,7 +350,8 @@ def test_indices_of_max_pooling_in_fewer_bytes(layout, sizes, device):
     dtype = torch.uint16 if math.prod(sizes) <= 2**16 else torch.int32
     x = torch.randn(1, 8, *sizes, device=device).contiguous(memory_format=layout).requires_grad_()
     with Scope() as scope:
-        y = F.max_pool2d(Keep.apply(x), 3, 2, 1)
+        input = Keep.apply(x)
+        y = F.max_pool2d(input, 3, 2, 1)
         loss = Keep.apply(y).sum()
     assert [value.sizes for value in scope.values() if value.is_recipe] == [list(y.shape)] * 2  # and what they point at
     kept = {tensor.dtype: tensor.nbytes for tensor in scope.tensors()}
@@ -316,7 +390,8 @@ def test_numbers_that_need_all_bytes_stay(monkeypatch, device):
     x = torch.arange(2**17, dtype=torch.float32, device=device).view(1, 1, -1, 2**8).requires_grad_()
     for _ in range(2):
         with Scope(check=False) as scope:
-            y = F.max_pool2d(Keep.apply(x), 2)
+            input = Keep.apply(x)
+            y = F.max_pool2d(input, 2)
             loss = Keep.apply(y).sum()
         assert [value.is_recipe for value in scope.values() if value.sizes == list(y.shape)] == [False, True]
         (grad,) = torch.autograd.grad(loss, x)

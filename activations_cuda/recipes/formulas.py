@@ -53,6 +53,14 @@ def index_select(input, index, dim):
     return torch.index_select(input, dim, index)
 
 
+def index(input, *indices):
+    return aten.index(input, indices)
+
+
+def expanded(input, sizes, shape):
+    return input.expand(sizes).reshape(shape)
+
+
 def gather(input, index, dim):
     return torch.gather(input, dim, index)
 
@@ -121,7 +129,7 @@ def adaptive_avg_pool3d(input, shape):
 
 
 @functools.lru_cache(maxsize=1024)
-def _repeats(size, output):
+def _repeats_each(size, output):
     """Whether each element is repeated as often. PyTorch scales indices in float32, which may round whole ones down."""
     factor, scale = output // size, _float32(size / output)
     is_whole = output == factor * size < 2**24
@@ -132,11 +140,23 @@ def _float32(number):
     return ctypes.c_float(number).value
 
 
+def repeats(sizes, output_size, scales):
+    """Whether nearest upsampling repeats each element as often."""
+    given = zip(sizes, output_size, scales, strict=True)
+    return all(_repeats_each(size, output) and scale in (None, output / size) for size, output, scale in given)
+
+
+def every(tensor, sizes):
+    """One of the repetitions of each element of a tensor of so many."""
+    part = tensor[(..., *(slice(None, None, output // size) for output, size in zip(tensor.shape[2:], sizes, strict=True)))]
+    is_channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return part.contiguous(memory_format=torch.channels_last if is_channels_last else torch.contiguous_format)
+
+
 def upsample_nearest(input, output_size, *scales):
     """By whole numbers each element is repeated, which a copy does faster than PyTorch's kernel for channels-last."""
     sizes = input.shape[2:]
-    given = zip(sizes, output_size, scales, strict=True)
-    if not all(_repeats(size, output) and scale in (None, output / size) for size, output, scale in given):
+    if not repeats(sizes, output_size, scales):
         return (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)[len(sizes) - 1](
             input, output_size, *scales
         )
@@ -257,6 +277,8 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     torch.flip: MOVEMENT,
     torch.rot90: MOVEMENT,
     torch.Tensor.repeat: MOVEMENT,
+    expanded: MOVEMENT,
+    index: MOVEMENT,
     F.pixel_shuffle: MOVEMENT,
     F.pixel_unshuffle: MOVEMENT,
     torch.channel_shuffle: MOVEMENT,

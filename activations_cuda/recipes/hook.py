@@ -128,6 +128,7 @@ _C.recipes.set_facts(formulas.FORMULAS)
 _C.recipes.set_up(
     table=programs.table,
     reshape=torch.reshape,
+    expand=torch.Tensor.expand,
     transpose=torch.transpose,
     permute=torch.permute,
     cast=torch.Tensor.to,

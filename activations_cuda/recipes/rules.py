@@ -37,6 +37,11 @@ def binary(formula: Callable[..., Tensor], *arguments: str) -> OpRule:
     return op(formula, *arguments, operands=("self", "other"))
 
 
+def by_scalar(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
+    """The rule of a binary op whose second operand is a number."""
+    return lambda step: (formula, (step.operand(0), *step.arguments("other")), ())
+
+
 def one_of(formula: Callable[..., Any], *arguments: str) -> OpRule:
     """The rule of each output of an op that has several."""
 
@@ -73,7 +78,9 @@ def threshold(step: Step) -> Result:
 def constant_pad(step: Step) -> Result:
     """The node doesn't save the number, which the tensor has at its border."""
     (pad,) = step.arguments("pad")
-    if min(pad) < 0 or max(pad) == 0:
+    if not any(pad):  # a copy
+        return formulas.same, (step.operand(0),), ()
+    if min(pad) < 0:
         raise Underivable
     side = next(i for i, width in enumerate(pad) if width)
 
@@ -106,14 +113,58 @@ def of_three(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
 
 
 def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result]:
-    """The rule of a maximum in planes of so many dimensions."""
+    """The rule of a maximum in planes of so many dimensions. Its indices are kept in fewer bytes even if there is no recipe."""
 
     def rule(step):
-        input, indices = step.operand(0, "self"), step.saved("result1")
-        step.downcast(indices, torch.uint16 if math.prod(input.sizes[-dims:]) <= 2**16 else torch.int32)
-        return formula, (input, indices), ()
+        indices, (node, output_nr) = step.saved("result1"), step.node.next_functions[0]
+        plane = node._input_metadata[output_nr].shape[-dims:]
+        step.downcast(indices, torch.uint16 if math.prod(plane) <= 2**16 else torch.int32)
+        return formula, (step.operand(0, "self"), indices), ()
 
     return rule
+
+
+def upsampled(*scales: str) -> OpRule:
+    """The rule of nearest upsampling. If nobody has the input, it is read from the output, and saved in its place."""
+
+    def from_part(step):
+        sizes, (output_size, *given) = step.node._saved_self_sym_sizes[2:], step.arguments("output_size", *scales)
+        if not formulas.repeats(sizes, output_size, given) or tuple(sizes) == output_size:
+            raise Underivable
+        return formulas.upsample_nearest, (step.part(lambda tensor: formulas.every(tensor, sizes)),), (output_size, *given)
+
+    return OpRule(formulas.upsample_nearest, (None,), ("output_size", *scales), otherwise=from_part)
+
+
+def repeated(step: Step) -> Result:
+    """If nobody has the input, one of its repetitions is saved."""
+    sizes, (repeats,) = step.node._saved_self_sym_sizes, step.arguments("repeats")  # type: ignore[attr-defined]
+    if math.prod(repeats) < 2:
+        raise Underivable
+    first: tuple[Any, ...] = (*(0,) * (len(repeats) - len(sizes)), *map(slice, sizes))
+    return torch.Tensor.repeat, (step.part(lambda tensor: tensor[first].contiguous()),), (repeats,)
+
+
+def expanded(step: Step) -> Result:
+    """Of a copy of an expanded tensor that nobody has, one part is saved, as of the keys and values of grouped queries."""
+    clone = step.node if step.node.name() == "CloneBackward0" else step.node.next_functions[0][0]
+    expand = clone and clone.name() == "CloneBackward0" and clone.next_functions[0][0]
+    if step.tensor is None or not expand or expand.name() != "ExpandBackward0":
+        raise Underivable
+    sizes, before = (*expand._input_metadata[0].shape,), expand._saved_self_sym_sizes  # type: ignore[attr-defined]
+    if math.prod(sizes) == math.prod(before):
+        raise Underivable
+    first = (*(slice(1),) * (len(sizes) - len(before)), *map(slice, before))
+    part = step.part(lambda tensor: tensor.reshape(sizes)[first].contiguous())
+    return formulas.expanded, (part,), (sizes, (*step.tensor.shape,))
+
+
+def index(step: Step) -> Result:
+    """By integers: of a mask the output's sizes would depend on values."""
+    indices = step.saved("indices")
+    if any(each is not None and (each.is_recipe or getattr(each.held, "dtype", None) is not torch.int64) for each in indices):
+        raise Underivable
+    return formulas.index, (step.operand(0), *indices), ()
 
 
 def whole_view(step: Step) -> Result:
@@ -168,7 +219,9 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "AddBackward0": unsaved(formulas.add, "alpha", operands=2),
     "SubBackward0": unsaved(formulas.sub, "alpha", operands=2),
     "MulBackward0": binary(torch.mul),
+    "MulBackward1": by_scalar(torch.mul),
     "DivBackward0": binary(torch.div),
+    "DivBackward1": by_scalar(torch.div),
     "PowBackward0": op(torch.pow, "exponent"),
     "PowBackward1": op(torch.pow, operands=("self", "exponent")),
     "SqrtBackward0": op(torch.sqrt),
@@ -200,7 +253,7 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     ),
     # casts and copies
     "ToCopyBackward0": unsaved(torch.Tensor.to, DTYPE),
-    "CloneBackward0": unsaved(formulas.same),
+    "CloneBackward0": OpRule(formulas.same, (None,), otherwise=expanded),
     "AliasBackward0": unsaved(formulas.same),
     "CatBackward0": OpRule(formulas.cat, None, ("dim",)),
     "StackBackward0": OpRule(formulas.stack, None, ("dim",)),
@@ -214,7 +267,7 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "RollBackward0": unsaved(torch.roll, "shifts", "dims"),
     "FlipBackward0": unsaved(torch.flip, "dims"),
     "Rot90Backward0": unsaved(torch.rot90, "k", "dims"),
-    "RepeatBackward0": unsaved(torch.Tensor.repeat, "repeats"),
+    "RepeatBackward0": OpRule(torch.Tensor.repeat, (None,), ("repeats",), otherwise=repeated),
     "TrilBackward0": unsaved(torch.tril, "diagonal"),
     "TriuBackward0": unsaved(torch.triu, "diagonal"),
     "PixelShuffleBackward0": unsaved(F.pixel_shuffle, "upscale_factor"),
@@ -222,11 +275,13 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "ChannelShuffleBackward0": unsaved(torch.channel_shuffle, "groups"),
     "Im2ColBackward0": unsaved(aten.im2col, "kernel_size", "dilation", "padding", "stride"),
     "IndexSelectBackward0": OpRule(formulas.index_select, (None,), ("dim",), saved=("index",)),
+    "IndexBackward0": index,
+    "UnsafeIndexBackward0": index,
     "GatherBackward0": OpRule(formulas.gather, ("self",), ("dim",), saved=("index",)),
     "EmbeddingBackward0": OpRule(torch.embedding, (None,), saved=("indices",)),
-    "UpsampleNearest1DBackward0": unsaved(formulas.upsample_nearest, "output_size", "scales"),
-    "UpsampleNearest2DBackward0": unsaved(formulas.upsample_nearest, "output_size", *SCALES[1:]),
-    "UpsampleNearest3DBackward0": unsaved(formulas.upsample_nearest, "output_size", *SCALES),
+    "UpsampleNearest1DBackward0": upsampled("scales"),
+    "UpsampleNearest2DBackward0": upsampled(*SCALES[1:]),
+    "UpsampleNearest3DBackward0": upsampled(*SCALES),
     "UpsampleNearestExact1DBackward0": unsaved(aten._upsample_nearest_exact1d, "output_size", "scales"),
     "UpsampleNearestExact2DBackward0": unsaved(aten._upsample_nearest_exact2d, "output_size", *SCALES[1:]),
     "UpsampleNearestExact3DBackward0": unsaved(aten._upsample_nearest_exact3d, "output_size", *SCALES),
@@ -248,7 +303,7 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "AdaptiveMaxPool3DBackward0": pooled(formulas.max_pool3d, dims=3),
     # views in the middle of a chain; one that is saved itself is its base and a geometry
     "ViewBackward0": unsaved(torch.reshape, SHAPE),
-    "UnsafeViewBackward0": unsaved(torch.reshape, SHAPE),
+    "UnsafeViewBackward0": OpRule(torch.reshape, (None,), (SHAPE,), otherwise=expanded),
     "ReshapeAliasBackward0": unsaved(torch.reshape, SHAPE),
     "SqueezeBackward0": unsaved(torch.reshape, SHAPE),
     "SqueezeBackward1": unsaved(torch.reshape, SHAPE),

@@ -87,7 +87,7 @@ class Step:
         return _C.recipes.operand(self._hook, self.node, i, _as_packed(name), self.depth)
 
     def saved(self, name: str) -> Any:
-        """The value, number or None behind what the node saved under a name."""
+        """The value, number or None behind what the node saved under a name, or a tuple of them."""
         return _C.recipes.saved(self.node, _as_packed(name))
 
     def eps(self) -> Any:
@@ -123,6 +123,13 @@ class Step:
             number = read(*(operand.tensor() for operand in operands), self.tensor)
         is_at_hand = number.device.type == "cpu" and type(number) is Tensor
         return number.item() if is_at_hand else _C.recipes.keep(number, self._hook.outer)
+
+    def part(self, read: Callable[[Tensor], Tensor]) -> Any:
+        """A smaller tensor, read from the tensor itself, which is kept in its place."""
+        if self.tensor is None:
+            raise Underivable
+        with _C.recipes.Computing():
+            return _C.recipes.keep(read(self.tensor), self._hook.outer)
 
     def downcast(self, value: Any, dtype: torch.dtype) -> None:
         """Keep integers that nobody but the node has in fewer bytes, which hold them all.

@@ -16,6 +16,7 @@
 #include "gradients/gradients.h"
 #include "joined.h"
 #include "leaves.h"
+#include "partial.h"
 
 namespace fastact::recipes {
 namespace {
@@ -459,7 +460,7 @@ py::object derive(Step step) {
   }
   py::object result = made([&](Value& recipe) { return by_op(step, op, recipe); });
   if (!result && (is_cast(*step.node) || is_clone(*step.node))) {
-    return made([&](Value& recipe) { return by_downcast(step, recipe); });
+    result = made([&](Value& recipe) { return by_downcast(step, recipe); });
   }
   return result || op.otherwise.is_none() ? result : by(op.otherwise);
 }
@@ -469,6 +470,7 @@ bool is_dry_run(py::handle hook) {
 }
 
 py::object replacement(py::handle hook, const NodePointer& node, uint32_t output_nr, const at::Tensor& tensor) {
+  let_input_go(hook, *node, tensor);
   Derivation derivation;
   dead_ends().begin_derivation(
       {PyLong_AsLongLong(attribute(hook, NAME("begins")).ptr()), attribute(hook, NAME("rules")).ptr()});
@@ -517,10 +519,14 @@ py::object recipe_of(
   return object;
 }
 
+bool is_alone(const Value& value, py::handle hook) {
+  // In a dry run the storage has a wrapper, by which the survey knows it.
+  return value.held.defined() && value.is_current() && value.held.storage().use_count() == (is_dry_run(hook) ? 2 : 1);
+}
+
 void downcast(py::handle hook, const NodePointer& node, const py::object& object, at::ScalarType dtype) {
   Value& value = value_of(object);
-  if (!value.held.defined() || value.readers != 1 || !value.is_current() ||
-      (!is_dry_run(hook) && value.held.storage().use_count() > 1)) {
+  if (!is_alone(value, hook) || value.readers != 1) {
     return;
   }
   const at::Tensor tensor = value.tensor();  // which another stream may have made
@@ -530,21 +536,12 @@ void downcast(py::handle hook, const NodePointer& node, const py::object& object
   const py::object replacing = recipe_of(
       ConfigurationOf::downcast, NAME(""), formulas().cast, operand, {dtype_object(original)}, tensor,
       static_cast<int64_t>(original));
-  Value& recipe = value_of(replacing);
   Derivation derivation;
   if (!choose(replacing) || !is_right(hook, replacing, derivation, node, tensor)) {
     return;
   }
-  value.take_layout_of(tensor);
+  value.become(value_of(replacing), tensor);
   value.source = name_of(*node);
-  value.formula = recipe.formula;
-  value.operands = recipe.operands;
-  value.arguments = recipe.arguments;
-  value.roots = recipe.roots;
-  value.depth = recipe.depth;
-  value.configuration_id = recipe.configuration_id;
-  value.replaced = torch::autograd::impl::version_counter(tensor);
-  value.held.reset();
 }
 
 py::object view_of(const py::object& value, const at::Tensor& view, const at::Tensor& base) {

@@ -46,6 +46,9 @@ py::object view_of(const py::object& value, const at::Tensor& view, const at::Te
 // Keeps integers that only this node has saved in a narrower dtype, which holds them all: the value becomes a cast back.
 void downcast(py::handle hook, const NodePointer& node, const py::object& value, at::ScalarType dtype);
 
+// Whether a value holds a tensor, and nothing else has its memory.
+bool is_alone(const Value& value, py::handle hook);
+
 // Whether the hook only counts, and takes every recipe for right, as on fake tensors.
 bool is_dry_run(py::handle hook);
 

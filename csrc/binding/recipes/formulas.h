@@ -49,6 +49,7 @@ void set_facts(const py::dict& facts);  // of these formulas; what is known of o
 struct Formulas {
   explicit Formulas(const py::kwargs& given)
       : reshape(given["reshape"]),
+        expand(given["expand"]),
         transpose(given["transpose"]),
         permute(given["permute"]),
         same(given["same"]),
@@ -56,7 +57,7 @@ struct Formulas {
         power(given["power"]),
         cast(given["cast"]) {}
 
-  py::object reshape, transpose, permute, same, multiply, power;
+  py::object reshape, expand, transpose, permute, same, multiply, power;
   // Those that aren't called: a cast, a view of (base, offset), and a mask of its bits, whose sizes, strides and dtype are the
   // recipe's.
   py::object cast;

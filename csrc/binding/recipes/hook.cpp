@@ -29,6 +29,7 @@
 #include "gradients/gradients.h"
 #include "leaves.h"
 #include "masks.h"
+#include "partial.h"
 #include "python.h"
 
 namespace fastact::recipes {
@@ -76,6 +77,9 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
   }
   const auto output_nr = static_cast<uint32_t>(base.output_nr());
   py::object value = noted(node, output_nr);
+  if (value && value_of(value).is_partial) {
+    return {};
+  }
   if (!value || !value_of(value).stands_for(base)) {
     value = replacement(hook, node, output_nr, base);
     if (!value) {
@@ -277,22 +281,6 @@ at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
   return copy.strides() == whole.strides() ? copy.as_strided(tensor.sizes(), tensor.strides(), offset) : tensor.clone();
 }
 
-// Whether a tensor of the value's shape, without any memory, will do for the node that runs. The ops copy what isn't
-// contiguous.
-bool serves_without_memory(const py::object& object) {
-  const Value& value = value_of(object);
-  const auto strides = value.strides_of();
-  return value.readers == 1 && is_read_for_shape(object) && !value.follows_from_outside() && strides &&
-         *strides == at::IntArrayRef(c10::contiguous_strides(value.sizes_of()));
-}
-
-// As FSDP frees a parameter's memory.
-at::Tensor without_memory(const Value& value) {
-  at::Tensor result = at::empty({0}, at::dtype(value.dtype_of()).device(*value.device_of()));
-  result.unsafeGetTensorImpl()->set_sizes_contiguous(value.sizes_of());
-  return result;
-}
-
 // Autograd's unpack hook.
 PyObject* called_to_unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
@@ -313,8 +301,8 @@ PyObject* called_to_unpack(PyObject*, PyObject* object) {
   }
   const Computing computing;
   value.check_unwritten();
-  if (serves_without_memory(owner)) {
-    return THPVariable_Wrap(without_memory(value));
+  if (const at::Tensor shape = shape_for_running_node(owner); shape.defined()) {
+    return THPVariable_Wrap(shape);
   }
   return THPVariable_Wrap(unshared(value, value.give()));
   END_HANDLE_TH_ERRORS

@@ -210,6 +210,9 @@ class Lowering {
     has_norm_ |= is_norm(formula.opcode);
     for (size_t k = 0; k < formula.references.size(); ++k) {
       const FormulaReference& reference = formula.references[k];
+      if (reference.operand >= static_cast<int>(recipe.operands.size())) {
+        return false;
+      }
       const bool is_operand = reference.operand >= 0 && is_value(recipe.operands[reference.operand]);
       const bool is_set =
           is_operand

@@ -65,7 +65,7 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
     value = found != between.end() ? found->second.first : py::object();
   }
   if (value) {
-    if (value_of(value).is_current() && !follows_from_private(value_of(value))) {
+    if (value_of(value).is_current() && !value_of(value).is_partial && !follows_from_private(value_of(value))) {
       return value;
     }
     dead_ends().add(node, output_nr);
@@ -135,18 +135,14 @@ bool was_freed(Step& step, PyObject* raw_name) {
   return !found;
 }
 
-}  // namespace
-
-py::object saved(Step& step, PyObject* name) {
-  if (const uint32_t output_nr = output_nr_of(name)) {  // as layer norm saves its statistics; the registry is faster to ask
-    py::object value = noted(step.node, output_nr);
-    if (value && value_of(value).version == 0 && value_of(value).is_current()) {
-      return value;
-    }
-  }
-  const py::object raw = attribute(step.python_node(), name), data = attribute(raw, NAME("data"));
+// The value, number or None behind one of the tensors that a node saved under a name.
+py::object behind(Step& step, PyObject* name, const py::object& raw) {
+  const py::object data = attribute(raw, NAME("data"));
   if (is_value(data)) {
     const Value& value = value_of(data);
+    if (value.is_partial) {
+      return {};
+    }
     if (value.is_private || value.copy) {
       return value.copy;  // or null
     }
@@ -161,6 +157,30 @@ py::object saved(Step& step, PyObject* name) {
     return is_number ? py::object(data.attr("item")()) : py::object();
   }
   return data;
+}
+
+}  // namespace
+
+py::object saved(Step& step, PyObject* name) {
+  if (const uint32_t output_nr = output_nr_of(name)) {  // as layer norm saves its statistics; the registry is faster to ask
+    py::object value = noted(step.node, output_nr);
+    if (value && value_of(value).version == 0 && value_of(value).is_current()) {
+      return value;
+    }
+  }
+  const py::object raw = attribute(step.python_node(), name);
+  if (!PyTuple_CheckExact(raw.ptr())) {
+    return behind(step, name, raw);
+  }
+  py::list values;
+  for (const py::handle each : py::reinterpret_borrow<py::tuple>(raw)) {
+    const py::object value = behind(step, name, py::reinterpret_borrow<py::object>(each));
+    if (!value) {
+      return {};
+    }
+    values.append(value);
+  }
+  return py::tuple(values);
 }
 
 py::object output(Step& step, const NodePointer& node, uint32_t output_nr) {

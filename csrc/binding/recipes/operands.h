@@ -37,7 +37,8 @@ py::object output(Step& step, const NodePointer& node, uint32_t output_nr);
 // The value of operand i, which the node may have saved under a name.
 py::object operand(Step& step, size_t i, PyObject* name);
 
-// The value, number or None behind what a node saved; null if other hooks have packed it, which aren't called.
+// The value, number or None behind what a node saved, or a tuple of such; null if other hooks have packed it, which aren't
+// called.
 py::object saved(Step& step, PyObject* name);
 
 // What a node says about its op; in a rule also the output's own dtype, shape or index.

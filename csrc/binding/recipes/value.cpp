@@ -101,6 +101,19 @@ void Value::leave_registry() {
   }
 }
 
+void Value::become(const Value& recipe, const at::Tensor& tensor) {
+  take_layout_of(tensor);
+  source = recipe.source;
+  formula = recipe.formula;
+  operands = recipe.operands;
+  arguments = recipe.arguments;
+  roots = recipe.roots;
+  depth = recipe.depth;
+  configuration_id = recipe.configuration_id;
+  replaced = torch::autograd::impl::version_counter(tensor);
+  held.reset();
+}
+
 void Value::take_layout_of(const at::Tensor& tensor) {
   version = version_of(tensor);
   set_layout(tensor.scalar_type(), tensor.device(), tensor.sizes(), tensor.strides());

@@ -37,7 +37,7 @@ using Output = std::pair<torch::autograd::Node*, uint32_t>;
 // ConfigurationOf.
 using Configuration = c10::SmallVector<int64_t, 32>;
 
-enum class ConfigurationOf : int64_t { kept_tensor = -6, downcast, written_to, mask, view, equal };
+enum class ConfigurationOf : int64_t { kept_tensor = -7, downcast, partial, written_to, mask, view, equal };
 static_assert(static_cast<int64_t>(ConfigurationOf::equal) == -1);
 
 struct NormCall;
@@ -89,6 +89,8 @@ struct Value {
   at::ScalarType half();
   bool has_given(const at::Tensor& tensor) const { return given_ && given_->is(tensor); }
   void leave_registry();
+  // Takes the place of the tensor that it holds as another recipe of its layout.
+  void become(const Value& recipe, const at::Tensor& tensor);
   // Takes over the version, sizes and strides of the tensor that it stands for.
   void take_layout_of(const at::Tensor& tensor);
   void set_layout(at::ScalarType dtype, at::Device device, at::IntArrayRef sizes, at::IntArrayRef strides);
@@ -119,8 +121,9 @@ struct Value {
   bool is_rearranged = false;        // a copy, whose strides may not be those of the tensor that ops have read
   std::unique_ptr<Outside> outside;  // or null; by pointer, since few have it
   int64_t stream = 0;
-  bool is_private = false;                    // a parameter that only what saved it may read
-  py::object copy;                            // what recipes read in its place (leaves.h, calls.h), or null
+  bool is_partial = false;  // has what its readers need of the tensor, and nothing follows from it (partial.h)
+  bool is_private = false;  // a parameter that only what saved it may read
+  py::object copy;          // what recipes read in its place (leaves.h, calls.h), or null
   std::shared_ptr<const NormCall> norm_call;  // that saved it, or null
 
   // What a recipe is: formula(*operands, *arguments). Operands are values, numbers or None.

@@ -2,7 +2,6 @@
 // them compute what they would (answers.h).
 #pragma once
 
-#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/function.h>
 
 namespace fastact::recipes {
@@ -17,8 +16,5 @@ void add_gradient_hooks_of_saved(torch::autograd::Node& node);
 
 // Whether the node that runs has its results already, and reads what it saved for nothing.
 bool is_answered();
-
-// Whether the node that runs has saved this value, and only reads its shape: a loss of classes, or a gather.
-bool is_read_for_shape(pybind11::handle value);
 
 }  // namespace fastact::recipes

@@ -1,0 +1,107 @@
+#include "partial.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+
+#include "../../mask.h"
+#include "../devices.h"
+#include "derivation.h"
+#include "formulas.h"
+#include "gradients/answers.h"
+#include "hook.h"
+#include "masks.h"
+
+namespace fastact::recipes {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using namespace torch::autograd::generated;
+
+// What a node of one of these classes has saved of its op's input, or null.
+template <class... Nodes>
+const SavedVariable* input_of(Node* node) {
+  const SavedVariable* result = nullptr;
+  const auto look_at = [&](const auto* found) { result = found ? &found->self_ : result; };
+  (look_at(as<Nodes>(node)), ...);
+  return result;
+}
+
+// What of a node's only serves its op for the shape of the gradient, or null.
+const SavedVariable* input_of_loss(Node* node) {
+  return input_of<NllLossBackward0, NllLoss2DBackward0, GatherBackward0>(node);
+}
+
+const SavedVariable* input_of_pooling(Node* node) {
+  return input_of<
+      MaxPool2DWithIndicesBackward0, MaxPool3DWithIndicesBackward0, AdaptiveMaxPool2DBackward0, AdaptiveMaxPool3DBackward0,
+      AvgPool2DBackward0, AvgPool3DBackward0, AdaptiveAvgPool2DBackward0, AdaptiveAvgPool3DBackward0>(node);
+}
+
+// Whether a node has saved this value there.
+bool is_saved_as(const SavedVariable* saved, py::handle value) {
+  return saved && value_behind(*saved).is(value);
+}
+
+// Where the gradient of a ReLU passes: where its output isn't zero, NaN included.
+py::object ones_of_relu(py::handle hook, const at::Tensor& result) {
+  const at::Tensor mask = result.ne(0);
+  const py::object bits = keep(is_dry_run(hook) ? mask.new_empty({mask_bytes(mask.numel())}, at::kByte) : pack_mask(mask));
+  const py::object unpacked = recipe_of(ConfigurationOf::mask, NAME("bits"), formulas().unpack_mask, bits, {}, mask);
+  return recipe_of(
+      ConfigurationOf::partial, NAME("signs"), formulas().cast, unpacked, {dtype_object(result.scalar_type())}, result);
+}
+
+py::object zeros_of_shape(const at::Tensor& tensor) {
+  const py::object zero = keep(tensor.new_zeros({}));
+  return recipe_of(
+      ConfigurationOf::partial, NAME("shape"), formulas().expand, zero, {py::tuple(py::cast(tensor.sizes().vec()))}, tensor);
+}
+
+}  // namespace
+
+at::Tensor shape_for_running_node(py::handle object) {
+  const auto node = torch::autograd::get_current_node();
+  const bool is_of_loss = is_saved_as(input_of_loss(node.get()), object);
+  if (!is_of_loss && !is_saved_as(input_of_pooling(node.get()), object)) {
+    return {};
+  }
+  Value& value = value_of(object);
+  const auto strides = value.strides_of();
+  const bool may_be_seen = at::GradMode::is_enabled() || c10::impl::dispatch_mode_enabled() || is_hooked(*node);
+  if (!strides || may_be_seen || value.follows_from_outside()) {
+    return {};
+  }
+  at::Tensor result = at::empty({0}, at::dtype(value.dtype_of()).device(*value.device_of()));  // as FSDP frees a parameter's
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(value.sizes_of(), *strides);
+  // The ops copy what isn't contiguous, pooling in either layout.
+  const bool is_taken = result.is_contiguous(is_of_loss ? at::MemoryFormat::Contiguous : result.suggest_memory_format());
+  return is_taken ? result : at::Tensor();
+}
+
+void let_input_go(py::handle hook, Node& node, const at::Tensor& output) {
+  const SavedVariable* const saved = input_of_pooling(&node);
+  const py::object object = saved ? value_behind(*saved) : py::object();
+  if (!object || !is_alone(value_of(object), hook)) {
+    return;
+  }
+  Value& value = value_of(object);
+  if (!value.held.is_non_overlapping_and_dense() || !has_kernels(value.held.device()) || value.is_private || value.norm_call) {
+    return;
+  }
+  const auto* const relu = as<ReluBackward0>(node.next_edge(0).function.get());
+  const bool is_of_relu = relu && is_saved_as(&relu->result_, object);
+  const int64_t kept = static_cast<int64_t>(output.nbytes()) + (is_of_relu ? mask_bytes(value.held.numel()) : 0);
+  if (value.readers != 1 + is_of_relu || kept >= static_cast<int64_t>(value.held.nbytes())) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor input = value.tensor();  // which another stream may have made
+  value.become(value_of(is_of_relu ? ones_of_relu(hook, input) : zeros_of_shape(input)), input);
+  value.is_partial = true;
+  value.readers = 1;  // only ReLU reads elements
+}
+
+}  // namespace fastact::recipes
