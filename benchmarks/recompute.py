@@ -141,6 +141,7 @@ CASES = {
     "mobilenet_v3_large": vision("mobilenet_v3_large", 512, 0.47, 1.02),
     "resnet50": vision("resnet50", 256, 0.60, 1.04),
     "densenet121": vision("densenet121", 128, 0.50, 1.04),
+    "vgg16": vision("vgg16", 128),
     "convnext_tiny": vision("convnext_tiny", 128, 0.57, 1.06),
     "vit_b_16": vision("vit_b_16", 128, 0.72, 1.04),
     "swin_t": vision("swin_t", 128, 0.66, 1.06),
