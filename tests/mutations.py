@@ -100,6 +100,7 @@ CASTS = "csrc/binding/recipes/gradients/casts.cpp"
 NORMS = "csrc/binding/recipes/gradients/norms.cpp"
 ELEMENTWISE = "csrc/binding/recipes/gradients/elementwise.cpp"
 ANSWERS = "csrc/binding/recipes/gradients/answers.cpp"
+RELU = "csrc/binding/recipes/gradients/relu.cpp"
 PARTIAL = "csrc/binding/recipes/partial.cpp"
 SOFTMAX = "csrc/binding/recipes/gradients/softmax.cpp"
 VERIFICATION = "csrc/binding/recipes/verification.h"
@@ -603,13 +604,19 @@ RECOMPUTE = [
     Mutant("what only serves for its shape is computed", PARTIAL, "return is_taken ? result : at::Tensor();", "return {};"),
     Mutant("hooks outside that wait to give back a shape", PARTIAL, " || value.follows_from_outside()", ""),
     Mutant("a shape in another layout", PARTIAL, "return is_taken ? result : at::Tensor();", "return result;"),
-    Mutant("signs of numbers that aren't NaN", PARTIAL, "result.ne(0)", "result.gt(0)"),
+    Mutant("signs in another layout", PARTIAL, " || grad.strides() != at::IntArrayRef(value.strides)", ""),
+    Mutant("ones where a gradient passes are computed", RELU, "if (!signs.defined()) {", "if (true) {"),
     Mutant(
         "what somebody else has is let go", PARTIAL, "!is_alone(value_of(object), hook)", "!value_of(object).held.defined()"
     ),
     Mutant("what others have saved is let go", PARTIAL, "value.readers != 1 + is_of_relu || ", ""),
     Mutant("what is no larger is let go", PARTIAL, "kept >= static_cast<int64_t>(value.held.nbytes())", "false"),
-    Mutant("the signs of any activation", PARTIAL, "relu && is_saved_as(&relu->result_, object)", "true"),
+    Mutant(
+        "the signs of any activation",
+        PARTIAL,
+        "relu && kernels_take(value.held.scalar_type()) && is_saved_as(&relu->result_, object)",
+        "true",
+    ),
     Mutant("no ReLU's input is let go", PARTIAL, "value.readers != 1 + is_of_relu", "value.readers != 1"),
     Mutant("what was let go is remembered", PARTIAL, "value.readers = 1;", ""),
     Mutant("something follows from what was let go", OPERANDS, "!value_of(value).is_partial && ", ""),

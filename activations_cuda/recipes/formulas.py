@@ -154,12 +154,19 @@ def every(tensor, sizes):
 
 
 def upsample_nearest(input, output_size, *scales):
-    """By whole numbers each element is repeated, which a copy does faster than PyTorch's kernel for channels-last."""
+    return _upsampled((aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d), input, output_size, scales)
+
+
+def upsample_nearest_exact(input, output_size, *scales):
+    ops = aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d
+    return _upsampled(ops, input, output_size, scales)
+
+
+def _upsampled(ops, input, output_size, scales):
+    """By whole numbers each element is repeated, which a copy does faster than PyTorch's kernels for channels-last."""
     sizes = input.shape[2:]
     if not repeats(sizes, output_size, scales):
-        return (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d)[len(sizes) - 1](
-            input, output_size, *scales
-        )
+        return ops[len(sizes) - 1](input, output_size, *scales)
     is_channels_last = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
     repeated, first = (input.movedim(1, -1), 1) if is_channels_last else (input, 2)
     shape = [*repeated.shape]
@@ -290,18 +297,11 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     aten.replication_pad2d: MOVEMENT,
     aten.replication_pad3d: MOVEMENT,
     upsample_nearest: MOVEMENT,
-    aten._upsample_nearest_exact1d: MOVEMENT,
-    aten._upsample_nearest_exact2d: MOVEMENT,
-    aten._upsample_nearest_exact3d: MOVEMENT,
+    upsample_nearest_exact: MOVEMENT,
     # interpolation
     aten.upsample_linear1d: VARIES,
     aten.upsample_bilinear2d: VARIES,
-    aten._upsample_bilinear2d_aa: VARIES,
-    aten.upsample_bicubic2d: VARIES,
-    aten._upsample_bicubic2d_aa: VARIES,
     aten.upsample_trilinear3d: VARIES,
-    aten.grid_sampler_2d: VARIES,
-    aten.grid_sampler_3d: VARIES,
     # views
     torch.reshape: MOVEMENT,
     torch.Tensor.expand: MOVEMENT,

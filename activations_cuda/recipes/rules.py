@@ -124,16 +124,16 @@ def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result
     return rule
 
 
-def upsampled(*scales: str) -> OpRule:
+def upsampled(formula: Callable[..., Tensor], *scales: str) -> OpRule:
     """The rule of nearest upsampling. If nobody has the input, it is read from the output, and saved in its place."""
 
     def from_part(step):
         sizes, (output_size, *given) = step.node._saved_self_sym_sizes[2:], step.arguments("output_size", *scales)
         if not formulas.repeats(sizes, output_size, given) or tuple(sizes) == output_size:
             raise Underivable
-        return formulas.upsample_nearest, (step.part(lambda tensor: formulas.every(tensor, sizes)),), (output_size, *given)
+        return formula, (step.part(lambda tensor: formulas.every(tensor, sizes)),), (output_size, *given)
 
-    return OpRule(formulas.upsample_nearest, (None,), ("output_size", *scales), otherwise=from_part)
+    return OpRule(formula, (None,), ("output_size", *scales), otherwise=from_part)
 
 
 def repeated(step: Step) -> Result:
@@ -180,7 +180,6 @@ def whole_view(step: Step) -> Result:
 WINDOW = "kernel_size", "stride", "padding"
 SCALES = "scales_d", "scales_h", "scales_w"
 INTERPOLATED = "output_size", "align_corners"
-SAMPLED = "interpolation_mode", "padding_mode", "align_corners"
 
 RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     # activations
@@ -279,20 +278,15 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "UnsafeIndexBackward0": index,
     "GatherBackward0": OpRule(formulas.gather, ("self",), ("dim",), saved=("index",)),
     "EmbeddingBackward0": OpRule(torch.embedding, (None,), saved=("indices",)),
-    "UpsampleNearest1DBackward0": upsampled("scales"),
-    "UpsampleNearest2DBackward0": upsampled(*SCALES[1:]),
-    "UpsampleNearest3DBackward0": upsampled(*SCALES),
-    "UpsampleNearestExact1DBackward0": unsaved(aten._upsample_nearest_exact1d, "output_size", "scales"),
-    "UpsampleNearestExact2DBackward0": unsaved(aten._upsample_nearest_exact2d, "output_size", *SCALES[1:]),
-    "UpsampleNearestExact3DBackward0": unsaved(aten._upsample_nearest_exact3d, "output_size", *SCALES),
+    "UpsampleNearest1DBackward0": upsampled(formulas.upsample_nearest, "scales"),
+    "UpsampleNearest2DBackward0": upsampled(formulas.upsample_nearest, *SCALES[1:]),
+    "UpsampleNearest3DBackward0": upsampled(formulas.upsample_nearest, *SCALES),
+    "UpsampleNearestExact1DBackward0": upsampled(formulas.upsample_nearest_exact, "scales"),
+    "UpsampleNearestExact2DBackward0": upsampled(formulas.upsample_nearest_exact, *SCALES[1:]),
+    "UpsampleNearestExact3DBackward0": upsampled(formulas.upsample_nearest_exact, *SCALES),
     "UpsampleLinear1DBackward0": unsaved(aten.upsample_linear1d, *INTERPOLATED, "scales"),
     "UpsampleBilinear2DBackward0": unsaved(aten.upsample_bilinear2d, *INTERPOLATED, *SCALES[1:]),
-    "UpsampleBilinear2DAaBackward0": unsaved(aten._upsample_bilinear2d_aa, *INTERPOLATED, *SCALES[1:]),
-    "UpsampleBicubic2DBackward0": unsaved(aten.upsample_bicubic2d, *INTERPOLATED, *SCALES[1:]),
-    "UpsampleBicubic2DAaBackward0": unsaved(aten._upsample_bicubic2d_aa, *INTERPOLATED, *SCALES[1:]),
     "UpsampleTrilinear3DBackward0": unsaved(aten.upsample_trilinear3d, *INTERPOLATED, *SCALES),
-    "GridSampler2DBackward0": op(aten.grid_sampler_2d, *SAMPLED, operands=("input", "grid")),
-    "GridSampler3DBackward0": op(aten.grid_sampler_3d, *SAMPLED, operands=("input", "grid")),
     "AvgPool2DBackward0": op(aten.avg_pool2d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AvgPool3DBackward0": op(aten.avg_pool3d, *WINDOW, "ceil_mode", "count_include_pad", "divisor_override"),
     "AdaptiveAvgPool2DBackward0": op(formulas.adaptive_avg_pool2d, SHAPE),

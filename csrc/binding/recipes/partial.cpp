@@ -6,12 +6,15 @@
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include "../../mask.h"
-#include "../devices.h"
+#include "../bits/launch.h"
+#include "../dispatch.h"
+#include "../dtypes.h"
+#include "../family.h"
 #include "derivation.h"
 #include "formulas.h"
 #include "gradients/answers.h"
+#include "gradients/gradients.h"
 #include "hook.h"
-#include "masks.h"
 
 namespace fastact::recipes {
 namespace {
@@ -45,11 +48,21 @@ bool is_saved_as(const SavedVariable* saved, py::handle value) {
   return saved && value_behind(*saved).is(value);
 }
 
-// Where the gradient of a ReLU passes: where its output isn't zero, NaN included.
+// The mask that this package's ReLU makes of a ReLU's output, which it writes anew.
+at::Tensor mask_of(py::handle hook, const at::Tensor& result) {
+  if (is_dry_run(hook)) {
+    return result.new_empty({mask_bytes(result.numel())}, at::kByte);
+  }
+  return std::get<1>(
+      kHasCuda && result.is_cuda() ? packed_inplace_with_mask<ReluOp, Cuda>(result)
+                                   : packed_inplace_with_mask<ReluOp, Cpu>(result));
+}
+
+// Where the gradient of a ReLU passes.
 py::object ones_of_relu(py::handle hook, const at::Tensor& result) {
-  const at::Tensor mask = result.ne(0);
-  const py::object bits = keep(is_dry_run(hook) ? mask.new_empty({mask_bytes(mask.numel())}, at::kByte) : pack_mask(mask));
-  const py::object unpacked = recipe_of(ConfigurationOf::mask, NAME("bits"), formulas().unpack_mask, bits, {}, mask);
+  const py::object bits = keep(mask_of(hook, result));
+  const py::object unpacked = recipe_of(ConfigurationOf::mask, NAME("bits"), formulas().unpack_mask, bits, {}, result);
+  value_of(unpacked).dtype = at::kBool;
   return recipe_of(
       ConfigurationOf::partial, NAME("signs"), formulas().cast, unpacked, {dtype_object(result.scalar_type())}, result);
 }
@@ -92,7 +105,7 @@ void let_input_go(py::handle hook, Node& node, const at::Tensor& output) {
     return;
   }
   const auto* const relu = as<ReluBackward0>(node.next_edge(0).function.get());
-  const bool is_of_relu = relu && is_saved_as(&relu->result_, object);
+  const bool is_of_relu = relu && kernels_take(value.held.scalar_type()) && is_saved_as(&relu->result_, object);
   const int64_t kept = static_cast<int64_t>(output.nbytes()) + (is_of_relu ? mask_bytes(value.held.numel()) : 0);
   if (value.readers != 1 + is_of_relu || kept >= static_cast<int64_t>(value.held.nbytes())) {
     return;
@@ -100,8 +113,19 @@ void let_input_go(py::handle hook, Node& node, const at::Tensor& output) {
   const at::NoGradGuard no_grad;
   const at::Tensor input = value.tensor();  // which another stream may have made
   value.become(value_of(is_of_relu ? ones_of_relu(hook, input) : zeros_of_shape(input)), input);
+  if (is_of_relu) {
+    add_signs_hook(*node.next_edge(0).function);
+  }
   value.is_partial = true;
   value.readers = 1;  // only ReLU reads elements
+}
+
+at::Tensor signs_of(Value& value, const at::Tensor& grad) {
+  if (!value.is_partial || grad.scalar_type() != value.dtype || grad.strides() != at::IntArrayRef(value.strides)) {
+    return {};
+  }
+  value.check_unwritten();
+  return value_of(value_of(value.operands[0]).operands[0]).tensor();
 }
 
 }  // namespace fastact::recipes

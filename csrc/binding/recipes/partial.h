@@ -17,4 +17,7 @@ at::Tensor shape_for_running_node(py::handle object);
 // that is let go: the output is smaller. The value becomes a recipe for zeros, or for a one where ReLU's gradient passes.
 void let_input_go(py::handle hook, torch::autograd::Node& node, const at::Tensor& output);
 
+// A ReLU's signs, as the mask that this package's ReLU saves, if those of the value are kept, and have the gradient's layout.
+at::Tensor signs_of(Value& value, const at::Tensor& grad);
+
 }  // namespace fastact::recipes

@@ -14,6 +14,9 @@ void add_gradient_hooks(torch::autograd::Node& node);
 // norm, a softmax, or, of an rsqrt, the square in its RMS norm.
 void add_gradient_hooks_of_saved(torch::autograd::Node& node);
 
+// Adds one to a ReLU of whose output only the signs are kept (partial.h).
+void add_signs_hook(torch::autograd::Node& relu);
+
 // Whether the node that runs has its results already, and reads what it saved for nothing.
 bool is_answered();
 
