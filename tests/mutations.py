@@ -223,7 +223,6 @@ ON = {
             "static_cast<bool>(value)",
         ),
         Mutant("any slopes", BATCH_NORM, "slopes.inside == 1 && slopes.outside == 0 && ", ""),
-        Mutant("while there are tangents", ANSWERS, " && !torch::autograd::ForwardADLevel::try_get_by_idx(0)", ""),
         Mutant("NaN that nobody finds", ANSWERS, "return !is_checked && ", "return "),
         Mutant("an output that was written to", BATCH_NORM, "value_of(output).check_unwritten();", ""),
         Mutant(
@@ -408,8 +407,8 @@ RECOMPUTE = [
     Mutant(
         "an operand that was written to",
         OPERANDS,
-        "if (value_of(value).is_current() && !value_of(value).is_partial",
-        "if (!value_of(value).is_partial",
+        "return value.is_current() && !value.is_partial",
+        "return !value.is_partial",
     ),
     Mutant(
         "any hook is a scope's",
@@ -538,7 +537,7 @@ RECOMPUTE = [
     Mutant("a mask that was written to", PACKED_MASKS, "value_of(value).stands_for(owner)", "true"),
     Mutant("hooks give back what was written to", COMPUTING, "check_version(outside->version_given_back, &result);", ""),
     Mutant("a mask by its memory alone", PACKED_MASKS, "!is_same_counter(*value_of(value).replaced, counter)", "false"),
-    Mutant("what was freed is none", OPERANDS, "data.is_none() && was_freed(step, name)", "false"),
+    Mutant("what was freed is none", OPERANDS, "value && value.is_none() && was_freed(step, name)", "false"),
     Mutant("what isn't saved is none", OPERANDS, "edge.function && value && value.is_none()", "false"),
     Mutant(
         "a part that is widened", JOIN, "value_of(operands[0]).dtype_of() == c10::typeMetaToScalarType(meta.dtype())", "true"
@@ -547,7 +546,7 @@ RECOMPUTE = [
     Mutant(
         "indices that somebody has",
         DERIVATION,
-        "!is_alone(value, hook) || value.readers",
+        "!is_held_alone(value, hook) || value.readers",
         "!value.held.defined() || value.readers",
     ),
     Mutant("indices in too few bytes", RECIPES + "rules.py", "if math.prod(plane) <= 2**16", "if True"),
@@ -591,9 +590,8 @@ RECOMPUTE = [
         "softmax->result_.retrieve_unpack_hook_data() && !value_behind(softmax->result_)",
         "false",
     ),
-    Mutant("modes see a shape without memory", PARTIAL, "c10::impl::dispatch_mode_enabled() || ", ""),
+    Mutant("modes see a shape without memory", ANSWERS, "return c10::impl::dispatch_mode_enabled() || ", "return "),
     Mutant("hooks see a shape without memory", PARTIAL, " || is_hooked(*node)", ""),
-    Mutant("graphs see a shape without memory", PARTIAL, "at::GradMode::is_enabled() || ", ""),
     Mutant(
         "a shape that was written to",
         HOOK,
@@ -607,7 +605,10 @@ RECOMPUTE = [
     Mutant("signs in another layout", PARTIAL, " || grad.strides() != at::IntArrayRef(value.strides)", ""),
     Mutant("ones where a gradient passes are computed", RELU, "if (!signs.defined()) {", "if (true) {"),
     Mutant(
-        "what somebody else has is let go", PARTIAL, "!is_alone(value_of(object), hook)", "!value_of(object).held.defined()"
+        "what somebody else has is let go",
+        PARTIAL,
+        "!is_held_alone(value_of(object), hook)",
+        "!value_of(object).held.defined()",
     ),
     Mutant("what others have saved is let go", PARTIAL, "value.readers != 1 + is_of_relu || ", ""),
     Mutant("what is no larger is let go", PARTIAL, "kept >= static_cast<int64_t>(value.held.nbytes())", "false"),
@@ -618,10 +619,19 @@ RECOMPUTE = [
         "true",
     ),
     Mutant("no ReLU's input is let go", PARTIAL, "value.readers != 1 + is_of_relu", "value.readers != 1"),
-    Mutant("what was let go is remembered", PARTIAL, "value.readers = 1;", ""),
-    Mutant("something follows from what was let go", OPERANDS, "!value_of(value).is_partial && ", ""),
-    Mutant("a write through a part of a tensor", DERIVATION, " || write.base.numel() != write.view.numel()", ""),
-    Mutant("a write through a transposed view", DERIVATION, "!write.view.is_contiguous() || ", ""),
+    Mutant("something follows from what was let go", OPERANDS, "!value.is_partial && ", ""),
+    Mutant("a view in another order", DERIVATION, "one.is_contiguous() && other.is_contiguous() && ", ""),
+    Mutant("a movement explains a write", DERIVATION, "is_movement ? 0 : 1", "is_movement ? 1 : 1"),
+    Mutant("a number that is rounded in place", RECIPES + "rules.py", " or step.tensor._version > 0", ""),
+    Mutant(
+        "forward AD sees a shape without memory", ANSWERS, "torch::autograd::ForwardADLevel::try_get_by_idx(0) ||", "false ||"
+    ),
+    Mutant(
+        "transforms see a shape without memory",
+        ANSWERS,
+        "c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)",
+        "false",
+    ),
     Mutant("a table of two operands", LOWERING, "recipe.operands.size() == 1 && ", ""),
     Mutant("any power", PROGRAM, "a == 2 || a == 3", "true"),
     Mutant("a nested scope forgets hooks", RECIPES + "scope.py", "around.check, around.outer,", "around.check, None,"),

@@ -185,6 +185,16 @@ def test_pooling_computes_no_input(layout, pool, activation, device):
     assert ops - {"aten::empty", "aten::to", "aten::_to_copy"} == {f"aten::{op}"}  # but for indices
 
 
+def test_pooling_is_given_memory_in_a_layout_that_it_copies(device):
+    class Last(Net):
+        def forward(self):
+            return self.pool(self.convolution(self.images).transpose(2, 3))
+
+    net = Last(device)
+    check_same(lambda scope: run(net, scope))
+    assert "aten::as_strided" in ops_in_backward(net, "MaxPool2D")
+
+
 @pytest.mark.parametrize("activation", ["relu", "nothing"])
 @pytest.mark.parametrize("pool", POOLS)
 def test_backward_of_any_kind(pool, activation, device):
@@ -309,14 +319,61 @@ def test_a_gradients_graph_has_memory(pool, activation, device):
         seen |= following
 
 
-def test_what_stands_for_it_is_not_remembered(device):
-    net, remembered = Net(device), []
-    with Scope() as scope:
-        loss = net().sum()
-    values = [value for value in scope.values() if value.source == "signs"]
-    net.convolution.weight.register_hook(lambda grad: remembered.append(any(value.remembers for value in values)))
-    loss.backward()
-    assert values and remembered == [False]
+@pytest.mark.parametrize("activation", ["relu", "nothing", "norm"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_vmap_over_a_backward_pass(pool, activation, device):
+    net = Net(device, pool, "nothing")
+    net.activation = net_norm(net) if activation == "norm" else ACTIVATIONS[activation]
+
+    def gradient(scope):
+        with scope:
+            loss = net().square().flatten(1).mean(1)
+        grad = functools.partial(torch.autograd.grad, loss, net.leaves(), retain_graph=True)
+        return torch.vmap(grad)(torch.eye(len(loss), device=device))
+
+    check_same(gradient)
+
+
+def net_norm(net):
+    kind = nn.BatchNorm3d if net.images.dim() == 5 else nn.BatchNorm2d
+    return nn.Sequential(kind(8), nn.ReLU()).to(net.images.device)
+
+
+@pytest.mark.parametrize("activation", ["relu", "nothing", "norm"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_forward_over_reverse(pool, activation, device):
+    net = Net(device, pool, "nothing", torch.float64)
+    net.activation = net_norm(net).double() if activation == "norm" else ACTIVATIONS[activation]
+    weight = net.convolution.weight.detach().requires_grad_()
+    convolution = F.conv3d if pool.endswith("3d") else F.conv2d
+
+    def gradient(scope):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(weight, torch.ones_like(weight))
+            with scope:
+                loss = net.pool(net.activation(convolution(net.images, dual))).pow(3).sum()
+            (grad,) = torch.autograd.grad(loss, weight)
+            return [torch.autograd.forward_ad.unpack_dual(grad).tangent.clone(), grad.detach().clone()]
+
+    try:
+        gradient(contextlib.nullcontext())
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    check_same(gradient)
+
+
+def test_relus_result_that_was_written_to_unnoticed(device):
+    class Written(Net):
+        def forward(self):
+            y = self.activation(self.convolution(self.images))
+            y.data.sub_(0.5)
+            pooled = self.pool(y)
+            del y
+            return Keep.apply(pooled)
+
+    net = Written(device)
+    assert "signs" in sources(net)[0]
+    check_same(lambda scope: run(net, scope))
 
 
 def test_several_threads(device):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import activations_cuda
-from activations_cuda import _C
+from activations_cuda import _C, recompute
 from activations_cuda.recipes import norms, rules
 from activations_cuda.recipes.rules import RULES
 from activations_cuda.recipes.verification import forget_choices, is_identical
@@ -240,7 +240,7 @@ def test_movements_in_the_half_type_that_it_came_from(device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("factors", [(2, 2), (3, 1), (1.5, 2)], ids=str)
+@pytest.mark.parametrize("factors", [(2, 2), (5, 1), (3, 1), (1.5, 4)], ids=str)
 def test_nearest_of_what_nobody_has(factors, layout, device):
     """As in an autoencoder's decoder, whose blocks end with a sum."""
 
@@ -255,23 +255,23 @@ def test_nearest_of_what_nobody_has(factors, layout, device):
     with Scope() as scope:
         output = loss(model)
     (up,) = (value for value in scope.values() if value.source == "UpsampleNearest2DBackward0")
-    is_whole = all(float(factor).is_integer() for factor in factors)
+    is_whole = all(float(factor).is_integer() for factor in factors) and math.prod(factors) >= rules.MIN_REPETITIONS
     assert up.is_recipe == is_whole and (not is_whole or up.roots[0].sizes == [2, 8, 6, 6])
     del output
 
 
 def grouped(keys):
     """As transformers repeats them for each of the queries' heads."""
-    return keys[:, :, None].expand(-1, -1, 3, -1, -1).reshape(2, 24, 4, 4)
+    return keys[:, :, None].expand(-1, -1, 4, -1, -1).reshape(2, 32, 4, 4)
 
 
 OF_PARTS = {
     "expanded and reshaped": grouped,
-    "expanded and copied": lambda x: x[:, :, None].expand(-1, -1, 3, -1, -1).contiguous(),
-    "repeated and interleaved": lambda x: x.repeat_interleave(3, dim=1),
-    "expanded in front": lambda x: x.expand(3, -1, -1, -1, -1).contiguous(),
-    "repeated": lambda x: x.repeat(3, 1, 1, 1),
-    "repeated in front": lambda x: x.repeat(3, 1, 1, 1, 1),
+    "expanded and copied": lambda x: x[:, :, None].expand(-1, -1, 4, -1, -1).contiguous(),
+    "repeated and interleaved": lambda x: x.repeat_interleave(4, dim=1),
+    "expanded in front": lambda x: x.expand(4, -1, -1, -1, -1).contiguous(),
+    "repeated": lambda x: x.repeat(4, 1, 1, 1),
+    "repeated in front": lambda x: x.repeat(4, 1, 1, 1, 1),
 }
 
 
@@ -291,7 +291,7 @@ def test_repetitions_of_what_nobody_has(name, dtype, layout, device):
     compare(model, loss)
     with Scope() as scope:
         output = loss(model)
-    many = next(value for value in scope.values() if math.prod(value.sizes) == 3 * 2 * 8 * 4 * 4)
+    many = next(value for value in scope.values() if math.prod(value.sizes) == 4 * 2 * 8 * 4 * 4)
     assert many.is_recipe and [math.prod(root.sizes) for root in many.roots] == [2 * 8 * 4 * 4]
     del output
 
@@ -359,7 +359,8 @@ def test_indices_of_max_pooling_in_fewer_bytes(layout, sizes, device):
 def test_indices_that_somebody_has_stay(device):
     x = torch.randn(2, 8, 8, 8, device=device, requires_grad=True)
     with Scope() as scope:
-        y, indices = F.max_pool2d(Keep.apply(x), 2, return_indices=True)
+        input = Keep.apply(x)
+        y, indices = F.max_pool2d(input, 2, return_indices=True)
         loss = Keep.apply(y).sum()
     assert any(not value.is_recipe and value.sizes == list(indices.shape) for value in scope.values())
     indices.zero_()
@@ -420,6 +421,68 @@ def test_writes_to_views(dims, is_residual, device):
     del output
 
 
+def equal_in_every_batch(gradient, batches):
+    """What the first batch, which looks alike by another formula, has let pass."""
+    forget_choices()
+    for x in batches:
+        for _ in range(2):
+            assert torch.equal(gradient(x, contextlib.nullcontext), gradient(x, recompute))
+
+
+def test_a_view_in_another_order_than_its_base(device):
+    """Autograd makes it anew, by strides, once an op in place has written to the base."""
+
+    def gradient(x, scope):
+        x = x.clone().requires_grad_()
+        with scope():
+            y = x * 1
+            view = y.permute(0, 2, 3, 1)
+            F.leaky_relu_(y, 0.5)
+            (Keep.apply(y).sum() + Keep.apply(view * 3).sum()).backward()
+        return x.grad
+
+    first = torch.randn(64, 1, 1, 1, device=device).expand(64, 4, 8, 8)
+    batches = first, torch.randn(64, 4, 8, 8, device=device)
+    equal_in_every_batch(gradient, [each.contiguous(memory_format=torch.channels_last) for each in batches])
+
+
+def test_a_number_that_is_rounded_in_place(device):
+    def gradient(x, scope):
+        x = x.clone().requires_grad_()
+        with scope():
+            y = Keep.apply(x)
+            z = torch.ops.aten.mul_.Scalar(y * 1, 0.3)
+            loss = (Keep.apply(y) + Keep.apply(z)).float().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    ones = torch.ones(64, 256, dtype=torch.bfloat16, device=device)
+    equal_in_every_batch(gradient, [ones.tril(), torch.randn(64, 256, device=device).bfloat16()])
+
+
+def test_a_write_that_a_view_does_not_explain(device):
+    def gradient(x, scope):
+        x = x.clone().requires_grad_()
+        with scope():
+            kept = Keep.apply(x)
+            y = kept * 1
+            y.view(-1).mul_(2)
+            with torch.no_grad():
+                y.clamp_(max=6)  # which changes nothing in the first batch
+            loss = (Keep.apply(kept) + Keep.apply(y)).sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    x = torch.rand(64, 256, device=device)
+    equal_in_every_batch(gradient, [x, 9 * x])
+
+
+def test_hooks_outside_see_indices_once(device):
+    seen = []
+    x, index = torch.randn(2, 2, 64, 4, device=device, requires_grad=True), torch.randint(64, (2**15,), device=device)
+    with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda packed: packed), recompute():
+        Keep.apply((x * 1)[:, :, index])
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -435,8 +498,8 @@ def test_writes_to_other_views(write, device):
         torch.manual_seed(0)
         x = torch.randn(2, 8, 4, 4, device=device, requires_grad=True)
         with scope():
-            y = Keep.apply(x) * 1
-            saved = Keep.apply(y + 1)
+            z = Keep.apply(x)
+            saved, y = Keep.apply(z), z * 1
             write(y)
             (saved.sum() + Keep.apply(y).sum()).backward()
         return [x.grad]

@@ -129,7 +129,7 @@ def adaptive_avg_pool3d(input, shape):
 
 
 @functools.lru_cache(maxsize=1024)
-def _repeats_each(size, output):
+def _is_multiple(size, output):
     """Whether each element is repeated as often. PyTorch scales indices in float32, which may round whole ones down."""
     factor, scale = output // size, _float32(size / output)
     is_whole = output == factor * size < 2**24
@@ -140,14 +140,14 @@ def _float32(number):
     return ctypes.c_float(number).value
 
 
-def repeats(sizes, output_size, scales):
+def is_by_whole_numbers(sizes, output_size, scales):
     """Whether nearest upsampling repeats each element as often."""
     given = zip(sizes, output_size, scales, strict=True)
-    return all(_repeats_each(size, output) and scale in (None, output / size) for size, output, scale in given)
+    return all(_is_multiple(size, output) and scale in (None, output / size) for size, output, scale in given)
 
 
-def every(tensor, sizes):
-    """One of the repetitions of each element of a tensor of so many."""
+def one_of_each(tensor, sizes):
+    """The tensor of these sizes from which nearest upsampling made another."""
     part = tensor[(..., *(slice(None, None, output // size) for output, size in zip(tensor.shape[2:], sizes, strict=True)))]
     is_channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return part.contiguous(memory_format=torch.channels_last if is_channels_last else torch.contiguous_format)
@@ -165,7 +165,7 @@ def upsample_nearest_exact(input, output_size, *scales):
 def _upsampled(ops, input, output_size, scales):
     """By whole numbers each element is repeated, which a copy does faster than PyTorch's kernels for channels-last."""
     sizes = input.shape[2:]
-    if not repeats(sizes, output_size, scales):
+    if not is_by_whole_numbers(sizes, output_size, scales):
         return ops[len(sizes) - 1](input, output_size, *scales)
     is_channels_last = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
     repeated, first = (input.movedim(1, -1), 1) if is_channels_last else (input, 2)

@@ -38,8 +38,14 @@ def binary(formula: Callable[..., Tensor], *arguments: str) -> OpRule:
 
 
 def by_scalar(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
-    """The rule of a binary op whose second operand is a number."""
-    return lambda step: (formula, (step.operand(0), *step.arguments("other")), ())
+    """The rule of a binary op by its overload for a number, which in place may round that to the tensor's dtype."""
+
+    def rule(step):
+        if step.tensor is None or step.tensor._version > 0:
+            raise Underivable
+        return formula, (step.operand(0), *step.arguments("other")), ()
+
+    return rule
 
 
 def one_of(formula: Callable[..., Any], *arguments: str) -> OpRule:
@@ -125,58 +131,56 @@ def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result
 
 
 def upsampled(formula: Callable[..., Tensor], *scales: str) -> OpRule:
-    """The rule of nearest upsampling. If nobody has the input, it is read from the output, and saved in its place."""
+    """The rule of nearest upsampling. If nobody has the input, it is read from the output, which isn't saved then."""
 
     def from_part(step):
         sizes, (output_size, *given) = step.node._saved_self_sym_sizes[2:], step.arguments("output_size", *scales)
-        if not formulas.repeats(sizes, output_size, given) or tuple(sizes) == output_size:
+        if not formulas.is_by_whole_numbers(sizes, output_size, given):
             raise Underivable
-        return formula, (step.part(lambda tensor: formulas.every(tensor, sizes)),), (output_size, *given)
+        _check_factor(math.prod(sizes), math.prod(output_size))
+        return formula, (step.part(lambda tensor: formulas.one_of_each(tensor, sizes)),), (output_size, *given)
 
     return OpRule(formula, (None,), ("output_size", *scales), otherwise=from_part)
 
 
+def _check_factor(elements, repeated):
+    """In the backward pass both are in memory, so one repetition is saved only if there are many."""
+    if elements * MIN_REPETITIONS > repeated:
+        raise Underivable
+
+
 def repeated(step: Step) -> Result:
     """If nobody has the input, one of its repetitions is saved."""
-    sizes, (repeats,) = step.node._saved_self_sym_sizes, step.arguments("repeats")  # type: ignore[attr-defined]
-    if math.prod(repeats) < 2:
-        raise Underivable
-    first: tuple[Any, ...] = (*(0,) * (len(repeats) - len(sizes)), *map(slice, sizes))
-    return torch.Tensor.repeat, (step.part(lambda tensor: tensor[first].contiguous()),), (repeats,)
+    sizes, (times,) = step.node._saved_self_sym_sizes, step.arguments("repeats")  # type: ignore[attr-defined]
+    _check_factor(1, math.prod(times))
+    first: tuple[Any, ...] = (*(0,) * (len(times) - len(sizes)), *map(slice, sizes))
+    return torch.Tensor.repeat, (step.part(lambda tensor: tensor[first].contiguous()),), (times,)
 
 
 def expanded(step: Step) -> Result:
-    """Of a copy of an expanded tensor that nobody has, one part is saved, as of the keys and values of grouped queries."""
+    """If nobody has a tensor that was expanded and then copied, as grouped queries' keys and values are, a part of the copy is
+    saved.
+    """
     clone = step.node if step.node.name() == "CloneBackward0" else step.node.next_functions[0][0]
     expand = clone and clone.name() == "CloneBackward0" and clone.next_functions[0][0]
     if step.tensor is None or not expand or expand.name() != "ExpandBackward0":
         raise Underivable
     sizes, before = (*expand._input_metadata[0].shape,), expand._saved_self_sym_sizes  # type: ignore[attr-defined]
-    if math.prod(sizes) == math.prod(before):
-        raise Underivable
+    _check_factor(math.prod(before), math.prod(sizes))
     first = (*(slice(1),) * (len(sizes) - len(before)), *map(slice, before))
     part = step.part(lambda tensor: tensor.reshape(sizes)[first].contiguous())
     return formulas.expanded, (part,), (sizes, (*step.tensor.shape,))
 
 
 def index(step: Step) -> Result:
-    """By integers: of a mask the output's sizes would depend on values."""
+    """By integers alone. Where a mask is an index, the output's sizes depend on values."""
     indices = step.saved("indices")
     if any(each is not None and (each.is_recipe or getattr(each.held, "dtype", None) is not torch.int64) for each in indices):
         raise Underivable
     return formulas.index, (step.operand(0), *indices), ()
 
 
-def whole_view(step: Step) -> Result:
-    """The rule of a view by its geometry, as autograd makes them anew once an op in place has written to one: of all of a
-    contiguous tensor.
-    """
-    input, (sizes, strides, offset) = step.operand(0), step.arguments("size", "stride", "storage_offset")
-    if offset or math.prod(sizes) != math.prod(input.sizes) or strides != torch.empty(sizes, device="meta").stride():
-        raise Underivable
-    return torch.reshape, (input,), (sizes,)
-
-
+MIN_REPETITIONS = 4
 WINDOW = "kernel_size", "stride", "padding"
 SCALES = "scales_d", "scales_h", "scales_w"
 INTERPOLATED = "output_size", "align_corners"
@@ -186,7 +190,7 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "ReluBackward0": op(torch.relu),
     "HardtanhBackward0": op(F.hardtanh, "min_val", "max_val"),
     "LeakyReluBackward0": op(F.leaky_relu, "negative_slope"),
-    "LeakyReluBackward1": unsaved(F.leaky_relu, "negative_slope"),  # in place, and so those below that end with a 1
+    "LeakyReluBackward1": unsaved(F.leaky_relu, "negative_slope"),  # in place, as the other activations with a 1
     "EluBackward0": op(aten.elu, "alpha", "scale", "input_scale"),
     "EluBackward1": unsaved(aten.elu, "alpha", "scale", "input_scale"),
     "CeluBackward0": op(F.celu, "alpha"),
@@ -303,7 +307,6 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "SqueezeBackward1": unsaved(torch.reshape, SHAPE),
     "SqueezeBackward2": unsaved(torch.reshape, SHAPE),
     "UnsqueezeBackward0": unsaved(torch.reshape, SHAPE),
-    "AsStridedBackward0": whole_view,
     "ExpandBackward0": unsaved(torch.Tensor.expand, SHAPE),
     "TransposeBackward0": unsaved(torch.transpose, "dim0", "dim1"),
     "TBackward0": unsaved(torch.t),

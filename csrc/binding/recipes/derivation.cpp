@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -16,10 +17,12 @@
 #include "gradients/gradients.h"
 #include "joined.h"
 #include "leaves.h"
-#include "partial.h"
 
 namespace fastact::recipes {
 namespace {
+
+using torch::autograd::CopySlices;
+using torch::autograd::generated::AsStridedBackward0;
 
 // Called for a recipe that is given up: its operands lose a reader.
 void drop(const Value& recipe) {
@@ -139,6 +142,7 @@ bool depends_on_layout(const Value& recipe) {
 // What follows from a recipe's operands: its roots, its depth, the writes that it explains and a part of its configuration.
 // False if it can't be a recipe.
 bool take_operands(Value& recipe, c10::Device device, Configuration& configuration) {
+  const int own_writes = facts_of(recipe.formula).is_movement ? 0 : 1;
   const auto add_root = [&](const py::object& root) {
     if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
       recipe.roots.push_back(root);
@@ -163,7 +167,7 @@ bool take_operands(Value& recipe, c10::Device device, Configuration& configurati
     }
     std::for_each(value.roots.begin(), value.roots.end(), add_root);
     if (!value.replaced) {  // what somebody saved wasn't written to by this op
-      recipe.max_writes = std::max(recipe.max_writes, value.max_writes + 1);
+      recipe.max_writes = std::max(recipe.max_writes, value.max_writes + own_writes);
     }
   }
   return 0 < recipe.depth && recipe.depth <= kMaxDepth && recipe.roots.size() <= kMaxRoots;
@@ -357,16 +361,31 @@ bool by_origin(Step& step, const Origin& origin, Value& recipe) {
   return true;
 }
 
-// Makes the recipe of a contiguous tensor that an op in place has written through a view of all of it, as an activation does
-// behind an instance norm.
-bool by_write(Step& step, const torch::autograd::CopySlices& write, Value& recipe) {
-  if (!write.base.is_contiguous() || !write.view.is_contiguous() || write.base.numel() != write.view.numel()) {
-    return false;
-  }
+// Makes the recipe of a tensor that has the elements of another output in their order.
+bool by_reshaping(Step& step, const NodePointer& node, uint32_t output_nr, Value& recipe) {
   recipe.formula = formulas().reshape;
-  recipe.operands = {output(step, write.fn, 0)};
+  recipe.operands = {output(step, node, output_nr)};
   recipe.arguments = {argument(step, from_python().shape.ptr())};
   return static_cast<bool>(recipe.operands[0]);
+}
+
+// Whether two tensors of the same memory have all the same elements, in the same order.
+bool are_whole(const at::TensorGeometry& one, const at::TensorGeometry& other) {
+  return one.is_contiguous() && other.is_contiguous() && one.sym_numel() == other.sym_numel() &&
+         one.sym_storage_offset() == other.sym_storage_offset();
+}
+
+// A contiguous tensor that an op in place has written through a view of all of it, as an activation does behind an instance
+// norm; and such a view, which autograd makes anew.
+bool by_write(Step& step, const CopySlices& write, Value& recipe) {
+  return are_whole(write.base, write.view) && by_reshaping(step, write.fn, 0, recipe);
+}
+
+bool by_view(Step& step, const AsStridedBackward0& view, Value& recipe) {
+  const at::TensorGeometry& base = view.self_geometry;
+  const at::TensorGeometry geometry(view.size, view.stride, view.storage_offset.value_or(base.sym_storage_offset()));
+  const torch::autograd::Edge& edge = step.node->next_edge(0);
+  return are_whole(base, geometry) && edge.function && by_reshaping(step, edge.function, edge.input_nr, recipe);
 }
 
 // Makes the recipe of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and
@@ -442,8 +461,12 @@ py::object derive(Step step) {
     return py::object();
   };
   if (!rule) {
-    if (const auto* write = dynamic_cast<const torch::autograd::CopySlices*>(step.node.get())) {
-      return made([&](Value& recipe) { return by_write(step, *write, recipe); });
+    const auto& node = *step.node;
+    if (typeid(node) == typeid(CopySlices)) {
+      return made([&](Value& recipe) { return by_write(step, static_cast<const CopySlices&>(node), recipe); });
+    }
+    if (typeid(node) == typeid(AsStridedBackward0)) {
+      return made([&](Value& recipe) { return by_view(step, static_cast<const AsStridedBackward0&>(node), recipe); });
     }
     const auto* ours = dynamic_cast<const WithOrigin*>(step.node.get());
     return ours ? made([&](Value& recipe) { return by_origin(step, ours->origin, recipe); }) : py::object();
@@ -470,7 +493,6 @@ bool is_dry_run(py::handle hook) {
 }
 
 py::object replacement(py::handle hook, const NodePointer& node, uint32_t output_nr, const at::Tensor& tensor) {
-  let_input_go(hook, *node, tensor);
   Derivation derivation;
   dead_ends().begin_derivation(
       {PyLong_AsLongLong(attribute(hook, NAME("begins")).ptr()), attribute(hook, NAME("rules")).ptr()});
@@ -519,14 +541,14 @@ py::object recipe_of(
   return object;
 }
 
-bool is_alone(const Value& value, py::handle hook) {
+bool is_held_alone(const Value& value, py::handle hook) {
   // In a dry run the storage has a wrapper, by which the survey knows it.
   return value.held.defined() && value.is_current() && value.held.storage().use_count() == (is_dry_run(hook) ? 2 : 1);
 }
 
 void downcast(py::handle hook, const NodePointer& node, const py::object& object, at::ScalarType dtype) {
   Value& value = value_of(object);
-  if (!is_alone(value, hook) || value.readers != 1) {
+  if (!is_held_alone(value, hook) || value.readers != 1) {
     return;
   }
   const at::Tensor tensor = value.tensor();  // which another stream may have made
@@ -540,8 +562,7 @@ void downcast(py::handle hook, const NodePointer& node, const py::object& object
   if (!choose(replacing) || !is_right(hook, replacing, derivation, node, tensor)) {
     return;
   }
-  value.become(value_of(replacing), tensor);
-  value.source = name_of(*node);
+  value.become(value_of(replacing), tensor, name_of(*node));
 }
 
 py::object view_of(const py::object& value, const at::Tensor& view, const at::Tensor& base) {

@@ -47,7 +47,7 @@ py::object view_of(const py::object& value, const at::Tensor& view, const at::Te
 void downcast(py::handle hook, const NodePointer& node, const py::object& value, at::ScalarType dtype);
 
 // Whether a value holds a tensor, and nothing else has its memory.
-bool is_alone(const Value& value, py::handle hook);
+bool is_held_alone(const Value& value, py::handle hook);
 
 // Whether the hook only counts, and takes every recipe for right, as on fake tensors.
 bool is_dry_run(py::handle hook);

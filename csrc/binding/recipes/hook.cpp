@@ -168,6 +168,9 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   }
   const bool is_written = value && value_of(value).version != version_of(tensor);  // past autograd
   const bool is_view = tensor.is_view() && owner.requires_grad() && owner.dtype() == tensor.dtype();
+  if (const NodePointer& maker = is_view ? owner.grad_fn() : node; maker && !is_small(owner)) {
+    let_input_go(hook, *maker, owner);
+  }
   value = is_written || is_small(owner) ? py::object()
           : is_view                     ? value_of_view(hook, outer, tensor, owner)
                                         : replacement(hook, node, output_nr, tensor);

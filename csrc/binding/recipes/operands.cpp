@@ -15,9 +15,10 @@ namespace {
 
 using torch::autograd::Node;
 
-bool follows_from_private(const Value& value) {
-  return value.is_private ||
-         std::any_of(value.roots.begin(), value.roots.end(), [](const py::object& root) { return value_of(root).is_private; });
+// Whether other recipes may read it.
+bool may_be_read(const Value& value) {
+  return value.is_current() && !value.is_partial && !value.is_private &&
+         std::none_of(value.roots.begin(), value.roots.end(), [](const py::object& root) { return value_of(root).is_private; });
 }
 
 // The value of a parameter, which is a leaf of the graph.
@@ -65,7 +66,7 @@ py::object find(py::handle hook, const Node& reader, const NodePointer& node, ui
     value = found != between.end() ? found->second.first : py::object();
   }
   if (value) {
-    if (value_of(value).is_current() && !value_of(value).is_partial && !follows_from_private(value_of(value))) {
+    if (may_be_read(value_of(value))) {
       return value;
     }
     dead_ends().add(node, output_nr);
@@ -135,20 +136,17 @@ bool was_freed(Step& step, PyObject* raw_name) {
   return !found;
 }
 
-// The value, number or None behind one of the tensors that a node saved under a name.
-py::object behind(Step& step, PyObject* name, const py::object& raw) {
+// The value, number or None behind one of the tensors that a node saved under a name; None also once it was freed.
+py::object behind(const py::object& raw) {
   const py::object data = attribute(raw, NAME("data"));
   if (is_value(data)) {
     const Value& value = value_of(data);
-    if (value.is_partial) {
-      return {};
-    }
     if (value.is_private || value.copy) {
       return value.copy;  // or null
     }
-    return value.is_current() && !follows_from_private(value) ? data : py::object();
+    return may_be_read(value) ? data : py::object();
   }
-  if (!attribute(raw, NAME("unpack_hook")).is_none() || (data.is_none() && was_freed(step, name))) {
+  if (!attribute(raw, NAME("unpack_hook")).is_none()) {
     return {};
   }
   if (THPVariable_Check(data.ptr())) {
@@ -170,17 +168,20 @@ py::object saved(Step& step, PyObject* name) {
   }
   const py::object raw = attribute(step.python_node(), name);
   if (!PyTuple_CheckExact(raw.ptr())) {
-    return behind(step, name, raw);
+    py::object value = behind(raw);
+    return value && value.is_none() && was_freed(step, name) ? py::object() : value;
   }
   py::list values;
+  bool has_any = false;  // else they were freed
   for (const py::handle each : py::reinterpret_borrow<py::tuple>(raw)) {
-    const py::object value = behind(step, name, py::reinterpret_borrow<py::object>(each));
+    const py::object value = behind(py::reinterpret_borrow<py::object>(each));
     if (!value) {
       return {};
     }
+    has_any |= !value.is_none();
     values.append(value);
   }
-  return py::tuple(values);
+  return has_any ? py::object(py::tuple(values)) : py::object();
 }
 
 py::object output(Step& step, const NodePointer& node, uint32_t output_nr) {

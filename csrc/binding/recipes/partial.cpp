@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
 #include "../../mask.h"
@@ -32,7 +31,7 @@ const SavedVariable* input_of(Node* node) {
   return result;
 }
 
-// What of a node's only serves its op for the shape of the gradient, or null.
+// Those that read it for its shape alone: losses and gather, and pooling.
 const SavedVariable* input_of_loss(Node* node) {
   return input_of<NllLossBackward0, NllLoss2DBackward0, GatherBackward0>(node);
 }
@@ -83,8 +82,8 @@ at::Tensor shape_for_running_node(py::handle object) {
   }
   Value& value = value_of(object);
   const auto strides = value.strides_of();
-  const bool may_be_seen = at::GradMode::is_enabled() || c10::impl::dispatch_mode_enabled() || is_hooked(*node);
-  if (!strides || may_be_seen || value.follows_from_outside()) {
+  const bool may_be_seen = are_ops_seen() || is_hooked(*node);
+  if (!strides || may_be_seen || value.follows_from_outside() || !has_kernels(*value.device_of())) {
     return {};
   }
   at::Tensor result = at::empty({0}, at::dtype(value.dtype_of()).device(*value.device_of()));  // as FSDP frees a parameter's
@@ -97,7 +96,7 @@ at::Tensor shape_for_running_node(py::handle object) {
 void let_input_go(py::handle hook, Node& node, const at::Tensor& output) {
   const SavedVariable* const saved = input_of_pooling(&node);
   const py::object object = saved ? value_behind(*saved) : py::object();
-  if (!object || !is_alone(value_of(object), hook)) {
+  if (!object || !is_held_alone(value_of(object), hook)) {
     return;
   }
   Value& value = value_of(object);
@@ -112,12 +111,12 @@ void let_input_go(py::handle hook, Node& node, const at::Tensor& output) {
   }
   const at::NoGradGuard no_grad;
   const at::Tensor input = value.tensor();  // which another stream may have made
-  value.become(value_of(is_of_relu ? ones_of_relu(hook, input) : zeros_of_shape(input)), input);
+  const py::object standing_in = is_of_relu ? ones_of_relu(hook, input) : zeros_of_shape(input);
+  value.become(value_of(standing_in), input, value_of(standing_in).source);
   if (is_of_relu) {
     add_signs_hook(*node.next_edge(0).function);
   }
   value.is_partial = true;
-  value.readers = 1;  // only ReLU reads elements
 }
 
 at::Tensor signs_of(Value& value, const at::Tensor& grad) {

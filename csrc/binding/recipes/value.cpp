@@ -101,14 +101,15 @@ void Value::leave_registry() {
   }
 }
 
-void Value::become(const Value& recipe, const at::Tensor& tensor) {
+void Value::become(const Value& recipe, const at::Tensor& tensor, const py::object& source) {
   take_layout_of(tensor);
-  source = recipe.source;
+  this->source = source;
   formula = recipe.formula;
   operands = recipe.operands;
   arguments = recipe.arguments;
   roots = recipe.roots;
   depth = recipe.depth;
+  fuses = recipe.fuses;
   configuration_id = recipe.configuration_id;
   replaced = torch::autograd::impl::version_counter(tensor);
   held.reset();

@@ -90,7 +90,7 @@ struct Value {
   bool has_given(const at::Tensor& tensor) const { return given_ && given_->is(tensor); }
   void leave_registry();
   // Takes the place of the tensor that it holds as another recipe of its layout.
-  void become(const Value& recipe, const at::Tensor& tensor);
+  void become(const Value& recipe, const at::Tensor& tensor, const py::object& source);
   // Takes over the version, sizes and strides of the tensor that it stands for.
   void take_layout_of(const at::Tensor& tensor);
   void set_layout(at::ScalarType dtype, at::Device device, at::IntArrayRef sizes, at::IntArrayRef strides);

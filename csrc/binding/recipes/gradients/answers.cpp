@@ -39,10 +39,15 @@ bool is_only_reader(const Node& node, bool has_saved) {
 
 }  // namespace
 
+bool are_ops_seen() {
+  return c10::impl::dispatch_mode_enabled() || torch::autograd::ForwardADLevel::try_get_by_idx(0) ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
 bool may_answer(const Node& node, const at::Tensor& grad) {
   const bool is_watched = node.pre_hooks().size() > 1 || node.post_hooks().size() > 1;
   return grad.defined() && is_plain(grad) && !is_watched && !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
-         !c10::impl::dispatch_mode_enabled() && !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+         !are_ops_seen();
 }
 
 bool is_hooked(Node& node) {

@@ -22,6 +22,9 @@ namespace fastact::recipes {
 
 namespace py = pybind11;
 
+// Whether anybody in this thread sees what ops are given: a dispatch mode, forward AD, or a transform of torch.func.
+bool are_ops_seen();
+
 // Whether a hook may compute a node's results, of which nobody but the node would notice. Not while there are tangents.
 bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
 
