@@ -109,16 +109,24 @@ struct Activation {
 };
 
 // Where the process has the CPU flush subnormals (torch.set_flush_denormal), so do PyTorch's relu and hardtanh. A comparison
-// alone may pass them, depending on the compiler; a product flushes, with a 1 that the compiler can't see.
+// alone may pass them, depending on the compiler; a product flushes, with a 1 that the compiler can't see. A tensor's ops are
+// PyTorch's own.
 template <class T, Device device>
 struct Flushing {
   T one = 1;
 
   T flushed(T x) const { return x * one; }
+  template <class Tensor>
+  Tensor flushed(const Tensor& x) const {
+    return x;
+  }
 };
 template <class T>
 struct Flushing<T, Device::cuda> {
-  FASTACT_HOST_DEVICE T flushed(T x) const { return x; }
+  template <class X>
+  FASTACT_HOST_DEVICE X flushed(const X& x) const {
+    return x;
+  }
 };
 
 template <class scalar_t, Device device>
