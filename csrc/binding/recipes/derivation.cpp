@@ -142,7 +142,7 @@ bool depends_on_layout(const Value& recipe) {
 // What follows from a recipe's operands: its roots, its depth, the writes that it explains and a part of its configuration.
 // False if it can't be a recipe.
 bool take_operands(Value& recipe, c10::Device device, Configuration& configuration) {
-  const int own_writes = facts_of(recipe.formula).is_movement ? 0 : 1;
+  const int own_writes = facts_of(recipe.formula).is_movement ? 0 : 1;  // it may be in place
   const auto add_root = [&](const py::object& root) {
     if (std::none_of(recipe.roots.begin(), recipe.roots.end(), [&](const py::object& other) { return other.is(root); })) {
       recipe.roots.push_back(root);
