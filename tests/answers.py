@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from activations_cuda import recompute
 from activations_cuda.recipes.verification import is_identical
@@ -107,6 +108,16 @@ def check_same(read):
         assert all(one.dtype == other.dtype for one, other in zip(found, expected, strict=True))
         assert all(one.stride() == other.stride() for one, other in zip(found, expected, strict=True))
         assert all(map(is_identical, found, expected))
+
+
+class Reads(TorchDispatchMode):
+    """All that the ops are given."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for each in args:
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                assert not each.isnan().any()
+        return func(*args, **(kwargs or {}))
 
 
 HOW_TO_SEE = ["hook", "retain", "asked for", "prehook of the node", "hook of the node"]
