@@ -180,7 +180,7 @@ def index(step: Step) -> Result:
     return formulas.index, (step.operand(0), *indices), ()
 
 
-MIN_REPETITIONS = 4
+MIN_REPETITIONS = 4  # in a net of three layers, two raise the peak of a step by 15%, and four by 7%
 WINDOW = "kernel_size", "stride", "padding"
 SCALES = "scales_d", "scales_h", "scales_w"
 INTERPOLATED = "output_size", "align_corners"

@@ -77,9 +77,6 @@ py::object value_of_view(py::handle hook, const py::object& outer, const at::Ten
   }
   const auto output_nr = static_cast<uint32_t>(base.output_nr());
   py::object value = noted(node, output_nr);
-  if (value && value_of(value).is_partial) {
-    return {};
-  }
   if (!value || !value_of(value).stands_for(base)) {
     value = replacement(hook, node, output_nr, base);
     if (!value) {
@@ -168,12 +165,13 @@ py::object pack(py::handle hook, PyObject* object, const at::Tensor& tensor) {
   }
   const bool is_written = value && value_of(value).version != version_of(tensor);  // past autograd
   const bool is_view = tensor.is_view() && owner.requires_grad() && owner.dtype() == tensor.dtype();
-  if (const NodePointer& maker = is_view ? owner.grad_fn() : node; maker && !is_small(owner)) {
+  const bool is_replaceable = !is_written && !is_small(owner);
+  if (const NodePointer& maker = is_view ? owner.grad_fn() : node; is_replaceable && maker) {
     let_input_go(hook, *maker, owner);
   }
-  value = is_written || is_small(owner) ? py::object()
-          : is_view                     ? value_of_view(hook, outer, tensor, owner)
-                                        : replacement(hook, node, output_nr, tensor);
+  value = !is_replaceable ? py::object()
+          : is_view       ? value_of_view(hook, outer, tensor, owner)
+                          : replacement(hook, node, output_nr, tensor);
   if (!value) {
     const bool is_of_leaf = !owner.grad_fn();  // which the hooks outside needn't have
     value = keep(tensor, name_of(*node), is_of_leaf ? py::object(py::none()) : outer);
