@@ -266,6 +266,18 @@ class StochasticDepth(nn.Module):
         return x.new_empty(len(x), 1, 1, 1).bernoulli_(0.7).div_(0.7)
 
 
+class LayerScale(nn.Module):
+    """ConvNeXt's residual sum, of a branch that is scaled by a parameter."""
+
+    def __init__(self, depth=None):
+        super().__init__()
+        self.conv, self.weight, self.depth = nn.Conv2d(16, 16, 3, padding=1), nn.Parameter(torch.randn(16, 1, 1)), depth
+
+    def forward(self, x):
+        y = self.weight * self.conv(x)
+        return (y if self.depth is None else y * self.depth(y)) + x
+
+
 class Swiglu(nn.Module):
     def __init__(self):
         super().__init__()
@@ -338,6 +350,8 @@ CHAINS = {
     "residuals": lambda: nn.Sequential(Residual(), Residual(), Residual()),
     "gate, residual": lambda: ScaledResidual(Gate()),
     "stochastic depth, residual": lambda: ScaledResidual(StochasticDepth()),
+    "layer scale, residuals": lambda: nn.Sequential(*(LayerScale() for _ in range(4))),
+    "layer scale, stochastic depth, residuals": lambda: nn.Sequential(*(LayerScale(StochasticDepth()) for _ in range(4))),
     "two norms": lambda: Residual(nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))),
     "group norm, silu": lambda: nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU()),
     "group norm, relu": lambda: nn.Sequential(nn.GroupNorm(2, 16), nn.ReLU(inplace=True)),
@@ -410,6 +424,33 @@ def test_chain(name, size, dtype, layout, device):
 
     before, after, _ = compare(net, loss, steps=3)
     assert after < before
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [Residual, LayerScale, lambda: LayerScale(StochasticDepth())], ids=["norm", "scale", "depth"])
+def test_every_second_of_a_chain_of_sums_is_remembered(block, dtype, layout, device):
+    """The last follows from all others, which needn't wait for their own readers' turn: a program computes two on its way."""
+    net = Net(nn.Sequential(*(block() for _ in range(8)))).to(device, memory_format=layout)
+    images = torch.randn(4, 3, 16, 16, device=device).contiguous(memory_format=layout)
+    counts = []
+
+    def count(scope):
+        found, left = set(), scope.values()
+        while left:
+            value = left.pop()
+            if isinstance(value, _C.recipes.Value) and value not in found:
+                found.add(value)
+                left += value.operands
+        counts.append(sum(value.remembers for value in found))
+
+    for _ in range(2):  # the first step tries formulas
+        with torch.autocast(device, torch.bfloat16, enabled=dtype is not torch.float32), Scope() as scope:
+            y = net.chain(net.stem(images))
+            loss = Keep.apply(y).float().square().mean()
+        y.register_hook(lambda grad, scope=scope: count(scope))
+        loss.backward()
+    assert 0 < counts[-1] <= 5
 
 
 @pytest.mark.cuda

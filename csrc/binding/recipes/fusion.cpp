@@ -289,7 +289,13 @@ std::optional<at::Tensor> compute_fused(Value& recipe, bool force, bool needs_fo
   if (!has_kernels(*recipe.device)) {
     return std::nullopt;
   }
-  const auto lowered = lower(recipe, force);
+  auto lowered = lower(recipe, force, /*may_pass_over_shared=*/true);
+  if (lowered && lowered->passes_over_shared) {
+    if (auto result = Run(*lowered)(/*needs_form=*/true)) {
+      return result;
+    }
+    lowered = lower(recipe, force, /*may_pass_over_shared=*/false);
+  }
   return lowered ? Run(*lowered)(needs_form) : std::nullopt;
 }
 

@@ -17,7 +17,8 @@ namespace {
 // Lowers one recipe.
 class Lowering {
  public:
-  explicit Lowering(Value& root) : lowered_{&root, root.sizes, {}, {}} {}
+  explicit Lowering(Value& root, bool may_pass_over_shared = false)
+      : lowered_{&root, false, root.sizes, {}, {}}, may_pass_over_shared_(may_pass_over_shared) {}
 
   bool append_root() {
     Value* found = behind_view(*lowered_.root, *lowered_.root);
@@ -104,19 +105,29 @@ class Lowering {
   }
 
   // Appends it if it can be part of this program and is better so. If it has other readers, it is computed once for all of
-  // them, unless computing it here reads a single tensor of the output's size, as loading its result would.
+  // them, unless computing it here reads a single tensor of the output's size, as loading its result would, or is passed over.
   bool try_inline(const Value& reader, Value& value) {
     if (!can_be_inlined(reader, value) || ++attempts_ > kMaxAttempts) {
       return false;
     }
     const Lowering before = *this;
     Value* found = behind_view(reader, value);
-    if (found && append(*found) && (found->readers < 2 || dense_ <= before.dense_ + 1)) {
+    const bool is_shared = found && found->readers > 1;
+    may_pass_over_shared_ &= !is_shared;  // which reads the one before it
+    if (found && append(*found) && (!is_shared || dense_ <= before.dense_ + 1 || pass_over(before))) {
+      may_pass_over_shared_ = before.may_pass_over_shared_ && !lowered_.passes_over_shared;
       order_ = before.order_;
       return true;
     }
     restore(before);
     return false;
+  }
+
+  // Whether what was appended since is computed here although it is shared: one such value, which leaves the stash free.
+  bool pass_over(const Lowering& before) {
+    const bool is_allowed = before.may_pass_over_shared_ && dense_ == before.dense_ + 2 && uses_stash_ == before.uses_stash_;
+    lowered_.passes_over_shared |= is_allowed;
+    return is_allowed;
   }
 
   // The recipe that a view of it shows, whose elements the program now counts as it does the view's, or the value itself. Null
@@ -274,12 +285,13 @@ class Lowering {
   int dense_ = 0;     // leaves of the output's size
   int attempts_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
+  bool may_pass_over_shared_;
 };
 
 }  // namespace
 
-std::optional<Lowered> lower(Value& recipe, bool force) {
-  Lowering lowering(recipe);
+std::optional<Lowered> lower(Value& recipe, bool force, bool may_pass_over_shared) {
+  Lowering lowering(recipe, may_pass_over_shared);
   return lowering.append_root() && (force || lowering.is_worth_it()) ? std::optional(lowering.take()) : std::nullopt;
 }
 

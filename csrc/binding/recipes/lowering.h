@@ -25,13 +25,17 @@ struct Lowered {
   bool is_reshaped() const { return sizes != root->sizes; }
 
   Value* root;
+  bool passes_over_shared = false;                // see lower()
   at::DimVector sizes;                            // that the program counts in: the root's, or of what that is a view of
   c10::SmallVector<Instruction, 8> instructions;  // copied at each attempt, so without allocations
   c10::SmallVector<Leaf, 8> leaves;
 };
 
 // None if there is no such program or, unless `force`, none that is better than PyTorch's ops.
-std::optional<Lowered> lower(Value& recipe, bool force);
+//
+// `may_pass_over_shared`: it may compute, for itself alone, one value on the way that has other readers and reads two tensors.
+// In a chain of residual sums every second one is then not remembered until its other readers' turn, for one read more.
+std::optional<Lowered> lower(Value& recipe, bool force, bool may_pass_over_shared);
 
 // What computes `gradient` from `input` and `grad` by one instruction, which for Opcode::gradient also reads the table
 // `factors`. None unless the program computes the input itself, or `force`.

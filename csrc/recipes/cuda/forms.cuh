@@ -61,6 +61,7 @@ bool start_norm_of_columns(const Program& program, Stream stream) {
       Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,               // stochastic depth
       Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>, Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>>,
       Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
+      Form<some, two, Load, Norm, Add<dense>, Clamp, Stash, Load, Norm, Add<stash>, Clamp>,  // two residual blocks
       Form<some, two, Load, Norm, Smooth<n>, Stash, Load, Norm, Add<stash>>,
       Form<some, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(program, stream);
 }
@@ -78,7 +79,8 @@ bool start_norm_of_planes(const Program& program, Stream stream) {
       FormOfRows<2, three, spread, Load, Norm, Smooth<n>, Add<dense>>,
       FormOfRows<2, three, spread, Load, Norm, Multiply<gate>, Add<dense>>,
       FormOfRows<2, three, spread, Load, Norm, Multiply<gate>, Add<dense>, Clamp>,
-      FormOfRows<2, three, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>>(program, stream);
+      FormOfRows<2, three, spread, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
+      FormOfRows<2, three, spread, Load, Norm, Add<dense>, Clamp, Stash, Load, Norm, Add<stash>, Clamp>>(program, stream);
 }
 
 // A group norm is in float32 under autocast, and so is what follows it.
@@ -147,6 +149,10 @@ bool start_common(const Program& program, Stream stream) {
              Form<2, two, LoadAny, Bits, Multiply<number>, Add<dense_any>>,
              Form<2, more, LoadAny, Multiply<any>, Add<dense_any>>,  // layer scale
              Form<2, more, LoadAny, Multiply<any>, Multiply<any>, Add<dense_any>>,
+             Form<2, more, LoadAny, Multiply<any>, Add<dense_any>, Stash, LoadAny, Multiply<any>, Add<stash>>,  // of two blocks
+             Form<
+                 2, more, LoadAny, Multiply<any>, Multiply<any>, Add<dense_any>, Stash, LoadAny, Multiply<any>, Multiply<any>,
+                 Add<stash>>,
              Form<2, more, LoadAny, Multiply<any>, Stash, LoadAny, LayerNorm, Add<stash>>>(program, stream);
 }
 
