@@ -193,7 +193,7 @@ class Lowering {
     }
     const bool is_commutative = formula.references.size() == 1 || instruction.reference[1].number == 1;
     const bool is_smaller = x.sizes_of() != at::IntArrayRef(recipe.sizes);
-    if (is_commutative && !uses_stash_ && (try_inline(recipe, y) || (is_smaller && append_operand(recipe, y)))) {
+    if (is_commutative && ((!uses_stash_ && try_inline(recipe, y)) || (is_smaller && append_operand(recipe, y)))) {
       const Lowering with_y = *this;
       if (!uses_stash_ && can_be_inlined(recipe, x)) {
         add({Opcode::stash, Element::float32, {}});
