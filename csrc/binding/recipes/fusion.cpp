@@ -299,14 +299,28 @@ std::optional<at::Tensor> compute_fused(Value& recipe, bool force, bool needs_fo
   return lowered ? Run(*lowered)(needs_form) : std::nullopt;
 }
 
-at::Tensor contiguous(const at::Tensor& tensor) {
+namespace {
+
+// A copy by this package's kernel, if it reads whole rows.
+std::optional<at::Tensor> copy_rows(const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef strides) {
   Value copy;
   copy.formula = formulas().same;
   copy.operands = {keep(tensor)};
-  copy.set_layout(tensor.scalar_type(), tensor.device(), tensor.sizes(), c10::contiguous_strides(tensor.sizes()));
+  copy.set_layout(dtype, tensor.device(), tensor.sizes(), strides);
   const bool is_in_rows = tensor.is_cuda() && has_rows_of(tensor.strides(), copy.sizes, copy.strides);
-  std::optional<at::Tensor> result = is_in_rows ? compute_fused(copy, /*force=*/true) : std::nullopt;
-  return result ? *std::move(result) : tensor.contiguous();
+  return is_in_rows ? compute_fused(copy, /*force=*/true, /*needs_form=*/true) : std::nullopt;
+}
+
+}  // namespace
+
+at::Tensor contiguous(const at::Tensor& tensor) {
+  const auto result = copy_rows(tensor, tensor.scalar_type(), c10::contiguous_strides(tensor.sizes()));
+  return result ? *result : tensor.contiguous();
+}
+
+at::Tensor cast_copy(const at::Tensor& tensor, at::ScalarType dtype) {
+  const auto result = copy_rows(tensor, dtype, at::infer_dense_strides(tensor.sizes(), tensor.strides()));
+  return result ? *result : tensor.to(dtype, /*non_blocking=*/false, /*copy=*/true);
 }
 
 std::optional<at::Tensor> compute_gradient(

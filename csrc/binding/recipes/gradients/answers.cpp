@@ -30,8 +30,8 @@ constexpr int kHoldersOfWrapper = std::is_same_v<NodePointer, std::shared_ptr<No
 
 // Whether a node alone holds the next one: no tensor, no other node, no pass that begins or ends there, nor a wrapper in
 // Python, which could add a hook during the pass. The node does by its edge, and by what it has saved.
-bool is_only_reader(const Node& node, bool has_saved) {
-  const NodePointer& next = node.next_edge(0).function;
+bool is_only_reader(const Node& node, bool has_saved, size_t i) {
+  const NodePointer& next = node.next_edge(i).function;
   const py::gil_scoped_acquire gil;
   const py::object python = wrapped(next);  // holds it as well; there may have been one already
   return next.use_count() == (has_saved ? 3 : 2) && python.ref_count() == kHoldersOfWrapper;
@@ -60,11 +60,11 @@ bool is_alone(const at::Tensor& grad) {
          grad.storage().use_count() == (is_view ? 2 : 1) && grad.storage().resizable();
 }
 
-bool passes_unnoticed(Node& node, bool has_saved) {
-  Node& next = *node.next_edge(0).function;
+bool passes_unnoticed(Node& node, bool has_saved, size_t i) {
+  Node& next = *node.next_edge(i).function;
   const bool is_checked = torch::autograd::AnomalyMode::is_enabled();  // whether it is NaN
-  return !is_checked && next.tensor_pre_hooks().empty() && node.task_should_compute_output(0) &&
-         next.task_should_compute_output(0) && node.stream() == next.stream() && is_only_reader(node, has_saved);
+  return !is_checked && next.tensor_pre_hooks().empty() && node.task_should_compute_output(i) &&
+         next.task_should_compute_output(0) && node.stream() == next.stream() && is_only_reader(node, has_saved, i);
 }
 
 at::ScalarType dtype_of_output(const Node& node) {
@@ -99,10 +99,10 @@ std::optional<Answer> PreHook::take_answer() {
   return result;
 }
 
-variable_list PreHook::answer(variable_list results, size_t grads, bool is_for_next) {
+variable_list PreHook::answer(variable_list results, size_t grads, size_t for_next) {
   const int task = torch::autograd::get_current_graph_task_id();
   const std::lock_guard<std::mutex> lock(mutex_);
-  answers_.push_back({task, std::move(results), is_for_next});
+  answers_.push_back({task, std::move(results), for_next});
   return variable_list(grads);
 }
 
@@ -120,9 +120,7 @@ variable_list PostHook::operator()(const variable_list& results, const variable_
   }
   // As the engine has done with the node's: a parameter may want its gradient in another dtype.
   torch::autograd::edge_list edges = node_.next_edges();
-  if (answer->is_for_next) {
-    edges[0] = {};
-  }
+  std::fill_n(edges.begin(), answer->for_next, torch::autograd::Edge());
   torch::autograd::validate_outputs(
       edges, answer->results, [&](const std::string& error) { return c10::str("recompute: ", node_.name(), ": ", error); });
   return std::move(answer->results);

@@ -35,20 +35,21 @@ bool is_hooked(torch::autograd::Node& node);
 // has seen of the pass has a wrapper, which holds it, too.
 bool is_alone(const at::Tensor& grad);
 
-// Whether a pass does nothing with a node's first result but give it to the next node, in the same stream. `has_saved`: whether
-// the node has saved, in the scope, what the next one made.
-bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false);
+// Whether a pass does nothing with a node's result but give it to the next node, in the same stream. `has_saved`: whether the
+// node has saved, in the scope, what the next one made. `i`: which of its results.
+bool passes_unnoticed(torch::autograd::Node& node, bool has_saved = false, size_t i = 0);
 
 at::ScalarType dtype_of_output(const torch::autograd::Node& node);
 
 // Whether the node's output is on a GPU, and this build has kernels for it.
 bool has_output_on_gpu(const torch::autograd::Node& node);
 
-// What a pre-hook has computed for a pass. `is_for_next`: the next node takes the first as it is, whatever its dtype.
+// What a pre-hook has computed for a pass. `for_next`: the next nodes take so many, the first, as they are, whatever their
+// dtype.
 struct Answer {
   int task;
   torch::autograd::variable_list results;
-  bool is_for_next;
+  size_t for_next;
 };
 
 class PreHook : public torch::autograd::FunctionPreHook {
@@ -63,7 +64,7 @@ class PreHook : public torch::autograd::FunctionPreHook {
 
  protected:
   // Returns what the node is given, where these are its results.
-  torch::autograd::variable_list answer(torch::autograd::variable_list results, size_t grads, bool is_for_next = false);
+  torch::autograd::variable_list answer(torch::autograd::variable_list results, size_t grads, size_t for_next = 0);
   // What the node itself is given, where it is to compute them.
   torch::autograd::variable_list decline(const torch::autograd::Node& node, torch::autograd::variable_list grads) const;
 

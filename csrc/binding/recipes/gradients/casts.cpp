@@ -50,7 +50,7 @@ class CastPreHook : public PreHook {
                          dtype_of_output(before) == at::kFloat && is_half(grad.scalar_type()) &&
                          before.input_metadata(0).device() == grad.device() && is_alone(grad) &&
                          grad.storage().nbytes() == grad.nbytes() && passes_unnoticed(node_);
-    return is_left ? answer({grad}, grads.size(), /*is_for_next=*/true) : grads;
+    return is_left ? answer({grad}, grads.size(), /*for_next=*/1) : grads;
   }
 
  private:
@@ -64,7 +64,7 @@ class ClonePreHook : public PreHook {
 
   variable_list operator()(const variable_list& grads) override {
     const bool is_left = grads[0].defined() && grads[0].scalar_type() != dtype_of_output(node_);
-    return is_left ? answer({grads[0]}, grads.size(), /*is_for_next=*/true) : grads;
+    return is_left ? answer({grads[0]}, grads.size(), /*for_next=*/1) : grads;
   }
 
  private:
@@ -112,6 +112,7 @@ void add_cast_hooks(Node& node) {
   if (!before || dtype_of_output(*before) != at::kFloat) {
     return;
   }
+  add_cat_hooks(*before);
   if (is_smooth_with_instruction(*before) && before->pre_hooks().empty() && before->post_hooks().empty()) {
     before->add_pre_hook(std::make_unique<SmoothPreHook>(*before));
   }

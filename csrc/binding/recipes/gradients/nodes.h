@@ -23,6 +23,9 @@ void add_square_hooks(torch::autograd::Node& rsqrt);
 // The gradient of a softmax or its logarithm, in the incoming one's memory; and of a cast to float32 behind it.
 void add_softmax_hooks(torch::autograd::Node& node, torch::autograd::Node* behind = nullptr);
 
+// The gradients of what was concatenated in float32 for a cast.
+void add_cat_hooks(torch::autograd::Node& node);
+
 // A cast behind a node that takes half types.
 void add_cast_hooks(torch::autograd::Node& node);
 
