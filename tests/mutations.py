@@ -100,6 +100,7 @@ CASTS = "csrc/binding/recipes/gradients/casts.cpp"
 NORMS = "csrc/binding/recipes/gradients/norms.cpp"
 ELEMENTWISE = "csrc/binding/recipes/gradients/elementwise.cpp"
 ANSWERS = "csrc/binding/recipes/gradients/answers.cpp"
+CAT = "csrc/binding/recipes/gradients/cat.cpp"
 RELU = "csrc/binding/recipes/gradients/relu.cpp"
 PARTIAL = "csrc/binding/recipes/partial.cpp"
 SOFTMAX = "csrc/binding/recipes/gradients/softmax.cpp"
@@ -524,7 +525,19 @@ RECOMPUTE = [
     Mutant("other bits of a program", RECIPES + "verification.py", "each.fuses = False", "each.fuses = True"),
     Mutant("shift contracted as in affine", INSTRUCTIONS, "fma(x, scale, d - a * scale)", "fma(x, scale, fma(-a, scale, d))"),
     Mutant("not rounded between ops", LOWERING, "rounded_to = element_of(recipe.dtype);", "rounded_to = Element::float32;"),
-    Mutant("a second stash", LOWERING, "if (is_commutative && !uses_stash_ && (", "if (is_commutative && ("),
+    Mutant(
+        "no sum is passed over", LOWERING, "lowered_.passes_over_shared |= is_allowed;\n    return is_allowed;", "return false;"
+    ),
+    Mutant("the gradient of a part that others read", CAT, " || !passes_unnoticed(node_, /*has_saved=*/false, i)", ""),
+    Mutant("the gradient of a part that hooks see", CAT, "is_hooked(next) || ", ""),
+    Mutant("the gradient of any part in float32", CAT, "return is_upsampled ? at::kFloat", "return true ? at::kFloat"),
+    Mutant("a part that begins with the first", CAT, "start += length;", ""),
+    Mutant(
+        "the dtype of parts is checked",
+        ANSWERS,
+        "answer->for_next, torch",
+        "answer->for_next > 1 ? 1 : answer->for_next, torch",
+    ),
     Mutant("sizes of a view", LOWERING, "lowered_.sizes = found->sizes;", ""),
     Mutant("dimensions joined for the output alone", FUSION, "continues = strides[k + 1][dim] ==", "continues = true ||"),
     Mutant("a group's statistics for all", FUSION, "geometry.strides[k + 1][1] = tensors_[k].stride(1);", ""),

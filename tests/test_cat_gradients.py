@@ -1,5 +1,7 @@
 """The gradient of what was concatenated in float32 for a cast to a half type, as in a U-Net under autocast: PyTorch's bits."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,19 +34,27 @@ LAYOUTS = {
 class Level(nn.Module):
     """A U-Net's: what is upsampled and what skipped, joined for a convolution. Casts are those of autocast."""
 
-    def __init__(self, device="cpu", dtype=torch.bfloat16, dims=2, layout=torch.contiguous_format, parts="up, skip", **options):
+    def __init__(
+        self,
+        device="cpu",
+        dtype=torch.bfloat16,
+        dims=2,
+        layout=torch.contiguous_format,
+        parts="up, skip",
+        size=8,
+        channels=(16, 24),
+        **options,
+    ):
         super().__init__()
         torch.manual_seed(0)
-        self.dtype, self.layout, self.parts, self.options = dtype, layout, parts.split(", "), options
-        low, high = (2, 16, *[8] * dims), (2, 24, *[16] * dims)
-        shapes = {"low": low, "high": high, "weight": (8, self.channels(), *[3] * dims)}
+        self.dtype, self.parts, self.options = dtype, parts.split(", "), options
+        low, high = channels
+        width = sum(low if part == "up" else high for part in self.parts)
+        shapes = {"low": (2, low, *[size] * dims), "high": (2, high, *[2 * size] * dims), "weight": (8, width, *[3] * dims)}
         for name, shape in shapes.items():
             x = torch.randn(shape, device=device).to(dtype)
             self.register_parameter(name, nn.Parameter(x.contiguous(memory_format=layout)))
         self.conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[dims]
-
-    def channels(self):
-        return sum(16 if part == "up" else 24 for part in self.parts)
 
     def part(self, name):
         match name:
@@ -70,23 +80,26 @@ class Level(nn.Module):
         return [getattr(self, name) for name in used if used[name]]
 
 
-def whole_casts(net, function):
-    """What a function returns, and how many casts of all that was joined it makes."""
+def casts(loss, net):
+    """The leaves' gradients, and the shapes of what is cast for them."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        result = function()
-    shape = list(net.joined().shape)
-    return result, sum(event.name == "aten::_to_copy" and event.input_shapes[0] == shape for event in profiler.events())
+        result = torch.autograd.grad(loss, net.leaves())
+    shapes = [event.input_shapes[0] for event in profiler.events() if event.name == "aten::_to_copy"]
+    return result, [shape for shape in shapes if shape]  # no numbers
 
 
 def check(net, is_ours=True):
-    expected = gradients(net)
+    """That all is cast as a whole unless the hook computes the parts, and no more is cast than without it."""
+    whole = list(net.joined().shape)
+    expected, before = casts(net().sum(), net)
     for _ in range(3):
         with recompute():
             loss = net().sum()
-        found, count = whole_casts(net, lambda loss=loss: torch.autograd.grad(loss, net.leaves()))
+        found, after = casts(loss, net)
         assert all(map(is_identical, found, expected))
         assert all(one.stride() == other.stride() for one, other in zip(found, expected, strict=True))
-        assert (count == 0) == is_ours
+        assert not is_ours or sum(map(math.prod, after)) <= sum(map(math.prod, before))
+        assert (whole in after) != is_ours
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -103,6 +116,13 @@ def test_parts(parts, device):
 @pytest.mark.parametrize("parts", ["up, other", "skip, other", "half, other", "up, none"])
 def test_other_parts(parts, device):
     check(Level(device, parts=parts), is_ours=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[2], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("channels", [(1, 1), (8, 1), (1, 8), (3, 5), (128, 64)])
+@pytest.mark.parametrize("size", [1, 3])
+def test_sizes(size, channels, layout, device):
+    check(Level(device, layout=layout, size=size, channels=channels))
 
 
 @pytest.mark.parametrize("mode", ["nearest-exact", "bilinear"])
@@ -129,9 +149,6 @@ class Variant(Level):
             case "a sum of it":
                 joined = torch.cat([up, skip], 1)
                 return joined + joined.mean()
-
-    def channels(self):
-        return 40
 
     def forward(self):
         joined = self.joined().to(self.dtype)

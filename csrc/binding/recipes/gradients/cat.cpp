@@ -31,7 +31,7 @@ class CatPreHook : public PreHook {
     if (!grad.defined() || grad.scalar_type() == dtype_of_output(node_)) {
       return grads;
     }
-    variable_list parts = may_answer(node_, grad) && grad.is_non_overlapping_and_dense() ? parts_of(grad) : variable_list();
+    variable_list parts = may_answer(node_, grad) ? parts_of(grad) : variable_list();
     const size_t count = parts.size();
     return count > 0 ? answer(std::move(parts), grads.size(), /*for_next=*/count) : decline(node_, grads);
   }
@@ -60,9 +60,6 @@ class CatPreHook : public PreHook {
       }
       const py::gil_scoped_acquire gil;
       result[i] = cast_copy(part, dtype);
-      if (result[i].suggest_memory_format() != part.suggest_memory_format()) {
-        return {};
-      }
     }
     return result;
   }
@@ -77,9 +74,8 @@ class CatPreHook : public PreHook {
     if (dtype != at::kFloat || is_hooked(next) || !passes_unnoticed(node_, /*has_saved=*/false, i)) {
       return at::ScalarType::Undefined;
     }
-    if (const auto* const cast = as<ToCopyBackward0>(&next)) {
-      const bool is_cast_back = cast->self_options.dtype() == grad.dtype() && cast->self_options.device() == grad.device();
-      return is_cast_back ? grad.scalar_type() : at::ScalarType::Undefined;
+    if (as<ToCopyBackward0>(&next)) {  // which makes the same of it, to whatever dtype
+      return grad.scalar_type();
     }
     const bool is_upsampled =
         as<UpsampleNearest1DBackward0>(&next) || as<UpsampleNearest2DBackward0>(&next) || as<UpsampleNearest3DBackward0>(&next);
