@@ -528,9 +528,11 @@ RECOMPUTE = [
     Mutant(
         "no sum is passed over", LOWERING, "lowered_.passes_over_shared |= is_allowed;\n    return is_allowed;", "return false;"
     ),
-    Mutant("the gradient of a part that others read", CAT, " || !passes_unnoticed(node_, /*has_saved=*/false, i)", ""),
-    Mutant("the gradient of a part that hooks see", CAT, "is_hooked(next) || ", ""),
-    Mutant("the gradient of any part in float32", CAT, "return is_upsampled ? at::kFloat", "return true ? at::kFloat"),
+    Mutant("a sum of what isn't there", LOWERING, "leaf.value->remembers() || leaf.value->readers > 1;", "true;"),
+    Mutant("the gradient of a part that others read", CAT, "passes_unnoticed(node_, /*has_saved=*/false, i)", "true"),
+    Mutant("the gradient of a part that hooks see", CAT, "!is_hooked(*next) &&", ""),
+    Mutant("the gradient of any part in float32", CAT, "(is_cast || is_upsampled)", "true"),
+    Mutant("a leaf's gradient in the half type", CAT, "next->input_metadata(input_nr).grad_dtype() == half", "true"),
     Mutant("a part that begins with the first", CAT, "start += length;", ""),
     Mutant(
         "the dtype of parts is checked",

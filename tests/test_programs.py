@@ -471,6 +471,18 @@ def test_a_common_chain_is_not_interpreted(name, dtype, layout):
     assert kernels and not any("Interpreted" in name for name in kernels)
 
 
+def test_what_a_shared_sum_reads_is_computed_once():
+    """By PyTorch's op, and for both who need the sum."""
+    low, x, y = (nn.Parameter(torch.randn(4, 16, size, size)) for size in (8, 16, 16))
+    for _ in range(2):  # the first step tries formulas
+        with recompute():
+            shared = F.interpolate(low, scale_factor=2, mode="bilinear") + x
+            loss = (Keep.apply(shared) + Keep.apply(F.relu(shared + y))).sum()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            loss.backward()
+    assert [event.name for event in profiler.events()].count("aten::upsample_bilinear2d") == 1
+
+
 def test_what_has_other_readers_is_read_or_computed_once():
     """A norm's output that two read is computed once for both, in one pass each."""
     x = torch.randn(4, 8, 6, 6, requires_grad=True)

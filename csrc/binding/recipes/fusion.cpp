@@ -303,12 +303,15 @@ namespace {
 
 // A copy by this package's kernel, if it reads whole rows.
 std::optional<at::Tensor> copy_rows(const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef strides) {
+  if (!tensor.is_cuda() || !has_rows_of(tensor.strides(), tensor.sizes(), strides)) {
+    return std::nullopt;
+  }
+  const py::gil_scoped_acquire gil;
   Value copy;
   copy.formula = formulas().same;
   copy.operands = {keep(tensor)};
   copy.set_layout(dtype, tensor.device(), tensor.sizes(), strides);
-  const bool is_in_rows = tensor.is_cuda() && has_rows_of(tensor.strides(), copy.sizes, copy.strides);
-  return is_in_rows ? compute_fused(copy, /*force=*/true, /*needs_form=*/true) : std::nullopt;
+  return compute_fused(copy, /*force=*/true, /*needs_form=*/true);
 }
 
 }  // namespace
@@ -319,7 +322,9 @@ at::Tensor contiguous(const at::Tensor& tensor) {
 }
 
 at::Tensor cast_copy(const at::Tensor& tensor, at::ScalarType dtype) {
-  const auto result = copy_rows(tensor, dtype, at::infer_dense_strides(tensor.sizes(), tensor.strides()));
+  const auto strides = tensor.is_non_overlapping_and_dense() ? tensor.strides().vec()
+                                                             : at::infer_dense_strides(tensor.sizes(), tensor.strides());
+  const auto result = copy_rows(tensor, dtype, strides);
   return result ? *result : tensor.to(dtype, /*non_blocking=*/false, /*copy=*/true);
 }
 

@@ -65,6 +65,7 @@ class Lowering {
 
  private:
   static constexpr int kMaxAttempts = 4 * Program::kMaxInstructions;  // more than any program has use for
+  static constexpr int kMaxReaders = 3;  // of a residual sum: the next one, a layer, and the activation in it
 
   bool append_formula(Value& recipe, const Facts& facts) {
     Value& first = value_of(recipe.operands[0]);
@@ -113,8 +114,8 @@ class Lowering {
     const Lowering before = *this;
     Value* found = behind_view(reader, value);
     const bool is_shared = found && found->readers > 1;
-    may_pass_over_shared_ &= !is_shared;  // which reads the one before it
-    if (found && append(*found) && (!is_shared || dense_ <= before.dense_ + 1 || pass_over(before))) {
+    may_pass_over_shared_ &= !is_shared;  // nor the value that this one follows from
+    if (found && append(*found) && (!is_shared || dense_ <= before.dense_ + 1 || pass_over(*found, before))) {
       may_pass_over_shared_ = before.may_pass_over_shared_ && !lowered_.passes_over_shared;
       order_ = before.order_;
       return true;
@@ -123,9 +124,16 @@ class Lowering {
     return false;
   }
 
-  // Whether what was appended since is computed here although it is shared: one such value, which leaves the stash free.
-  bool pass_over(const Lowering& before) {
-    const bool is_allowed = before.may_pass_over_shared_ && dense_ == before.dense_ + 2 && uses_stash_ == before.uses_stash_;
+  // Whether what was appended since is computed here although it is shared: one such value, which leaves the stash free, has
+  // few readers, and reads two tensors that are there for its other readers, too.
+  bool pass_over(const Value& value, const Lowering& before) {
+    const auto is_there = [](const Lowered::Leaf& leaf) {
+      return !leaf.value || !leaf.value->is_recipe() || leaf.is_bits || leaf.value->remembers() || leaf.value->readers > 1;
+    };
+    const bool is_allowed =
+        before.may_pass_over_shared_ && value.readers <= kMaxReaders && dense_ == before.dense_ + 2 &&
+        uses_stash_ == before.uses_stash_ &&
+        std::all_of(lowered_.leaves.begin() + before.lowered_.leaves.size(), lowered_.leaves.end(), is_there);
     lowered_.passes_over_shared |= is_allowed;
     return is_allowed;
   }

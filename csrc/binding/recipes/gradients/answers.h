@@ -44,8 +44,8 @@ at::ScalarType dtype_of_output(const torch::autograd::Node& node);
 // Whether the node's output is on a GPU, and this build has kernels for it.
 bool has_output_on_gpu(const torch::autograd::Node& node);
 
-// What a pre-hook has computed for a pass. `for_next`: the next nodes take so many, the first, as they are, whatever their
-// dtype.
+// What a pre-hook has computed for a pass. `for_next`: so many of them, the first, go to the next nodes as they are, though
+// these may expect another dtype.
 struct Answer {
   int task;
   torch::autograd::variable_list results;

@@ -1,5 +1,8 @@
 #include <ATen/WrapDimUtils.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/generated/Functions.h>
+
+#include <optional>
 
 #include "../../dtypes.h"
 #include "../fusion.h"
@@ -31,55 +34,56 @@ class CatPreHook : public PreHook {
     if (!grad.defined() || grad.scalar_type() == dtype_of_output(node_)) {
       return grads;
     }
-    variable_list parts = may_answer(node_, grad) ? parts_of(grad) : variable_list();
-    const size_t count = parts.size();
-    return count > 0 ? answer(std::move(parts), grads.size(), /*for_next=*/count) : decline(node_, grads);
+    const auto dtypes = may_answer(node_, grad) ? dtypes_for(grad) : std::nullopt;
+    return dtypes ? answer(parts_of(grad, *dtypes), grads.size(), /*for_next=*/dtypes->size()) : decline(node_, grads);
   }
 
  private:
-  // What the next nodes are to have; empty if one of them isn't known to make the same of it.
-  variable_list parts_of(const at::Tensor& grad) {
+  using Dtypes = c10::SmallVector<at::ScalarType, 4>;  // undefined for what isn't needed
+
+  variable_list parts_of(const at::Tensor& grad, const Dtypes& dtypes) {
     const int64_t dim = at::maybe_wrap_dim(node_.dim, grad.dim());
-    const size_t count = node_.next_edges().size();
-    variable_list result(count);
+    variable_list result;
     int64_t start = 0;
-    for (size_t i = 0; i < count; ++i) {
-      const auto& sizes = node_.tensors_args_sizes_symint[i];
-      if (static_cast<int64_t>(sizes.size()) != grad.dim()) {
-        return {};  // an empty one of any shape
-      }
-      const int64_t length = sizes[dim].guard_int(__FILE__, __LINE__);
-      const at::Tensor part = grad.narrow(dim, start, length);
+    for (size_t i = 0; i < dtypes.size(); ++i) {
+      const int64_t length = node_.tensors_args_sizes_symint[i][dim].guard_int(__FILE__, __LINE__);
+      const bool is_needed = dtypes[i] != at::ScalarType::Undefined;
+      result.push_back(is_needed ? cast_copy(grad.narrow(dim, start, length), dtypes[i]) : at::Tensor());
       start += length;
-      if (!node_.next_edge(i).function || !node_.task_should_compute_output(i)) {
-        continue;
-      }
-      const at::ScalarType dtype = dtype_for(i, grad);
-      if (dtype == at::ScalarType::Undefined) {
-        return {};
-      }
-      const py::gil_scoped_acquire gil;
-      result[i] = cast_copy(part, dtype);
     }
     return result;
   }
 
-  // In which the next node of an input takes its gradient, or undefined.
+  // In which the next nodes take their gradients; none if one of them isn't known to make the same of it.
+  std::optional<Dtypes> dtypes_for(const at::Tensor& grad) {
+    Dtypes dtypes(node_.next_edges().size(), at::ScalarType::Undefined);
+    for (size_t i = 0; i < dtypes.size(); ++i) {
+      if (node_.tensors_args_sizes_symint[i].size() != grad.sizes().size()) {
+        return std::nullopt;  // an empty one of any shape
+      }
+      if (!node_.next_edge(i).function || !node_.task_should_compute_output(i)) {
+        continue;
+      }
+      dtypes[i] = dtype_for(i, grad);
+      if (dtypes[i] == at::ScalarType::Undefined) {
+        return std::nullopt;
+      }
+    }
+    return dtypes;
+  }
+
   at::ScalarType dtype_for(size_t i, const at::Tensor& grad) {
-    const at::ScalarType dtype = node_.tensors_args_scalartypes[i];
-    if (dtype == grad.scalar_type()) {
-      return dtype;
+    const at::ScalarType dtype = node_.tensors_args_scalartypes[i], half = grad.scalar_type();
+    const auto& [next, input_nr] = node_.next_edge(i);
+    if (dtype == half) {  // the engine casts it, unless a leaf's gradient is to be of another dtype
+      return next->input_metadata(input_nr).grad_dtype() == half ? half : at::ScalarType::Undefined;
     }
-    Node& next = *node_.next_edge(i).function;
-    if (dtype != at::kFloat || is_hooked(next) || !passes_unnoticed(node_, /*has_saved=*/false, i)) {
-      return at::ScalarType::Undefined;
-    }
-    if (as<ToCopyBackward0>(&next)) {  // which makes the same of it, to whatever dtype
-      return grad.scalar_type();
-    }
-    const bool is_upsampled =
-        as<UpsampleNearest1DBackward0>(&next) || as<UpsampleNearest2DBackward0>(&next) || as<UpsampleNearest3DBackward0>(&next);
-    return is_upsampled ? at::kFloat : at::ScalarType::Undefined;
+    const bool is_cast = as<ToCopyBackward0>(next.get());  // which makes the same of it, to whatever dtype
+    const bool is_upsampled = as<UpsampleNearest1DBackward0>(next.get()) || as<UpsampleNearest2DBackward0>(next.get()) ||
+                              as<UpsampleNearest3DBackward0>(next.get());
+    const bool is_known = (is_cast || is_upsampled) && dtype == at::kFloat && !is_hooked(*next) &&
+                          passes_unnoticed(node_, /*has_saved=*/false, i);
+    return !is_known ? at::ScalarType::Undefined : is_cast ? half : at::kFloat;
   }
 
   CatBackward0& node_;
