@@ -178,7 +178,7 @@ def test_under_autocast(half):
     class Net(Level):
         def forward(self):
             with torch.autocast("cuda", half):
-                x = F.relu(F.interpolate(self.conv(self.low, self.first), scale_factor=2))
+                x = F.interpolate(F.relu(self.conv(self.low, self.first)), scale_factor=2)
                 y = F.relu(self.conv(self.high, self.second))
                 return self.conv(torch.cat([x, y], 1), self.weight)
 
