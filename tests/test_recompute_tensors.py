@@ -84,6 +84,15 @@ def test_joined_with_an_empty_tensor(device):
     assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(Keep.apply(x.sin()).sum(), x)[0])
 
 
+def test_joined_with_what_is_joined_of_empty_tensors(device):
+    """Along a dimension that these don't have."""
+    x, empty = (torch.randn(size, device=device, requires_grad=True) for size in ((64, 128), (0,)))
+    with Scope() as scope:
+        loss = Keep.apply(torch.cat([torch.cat([empty, empty], 1), x.sin()], 1)).sum()
+    assert "CatBackward0" in [value.source for value in scope.values() if value.is_recipe]
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(Keep.apply(x.sin()).sum(), x)[0])
+
+
 class Scales(torch.Tensor):
     """What is divided by it, or subtracts it, comes out a hundred times as large."""
 

@@ -168,6 +168,9 @@ at::Tensor join(const std::vector<at::Tensor>& tensors, int64_t dim) {
 bool by_joining(Step& step, const py::object& formula, const py::object& dim, Value& recipe) {
   const auto& meta = step.node->input_metadata(step.output_nr);
   const at::DimVector sizes = sizes_of(meta);
+  if (c10::multiply_integers(sizes) == 0) {
+    return false;  // empty ones of one dimension are joined along any
+  }
   const int64_t along = dim_of(dim, sizes);
   std::optional<Parts> parts = parts_of(step, formula, along);
   if (!parts || (!parts->unknown.empty() && !can_be_kept(*parts, step, along))) {
