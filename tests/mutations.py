@@ -528,6 +528,7 @@ RECOMPUTE = [
     Mutant(
         "no sum is passed over", LOWERING, "lowered_.passes_over_shared |= is_allowed;\n    return is_allowed;", "return false;"
     ),
+    Mutant("a sum that many read", LOWERING, "kMaxReaders = 3;", "kMaxReaders = 99;"),
     Mutant("a sum of what isn't there", LOWERING, "leaf.value->remembers() || leaf.value->readers > 1;", "true;"),
     Mutant("the gradient of a part that others read", CAT, "passes_unnoticed(node_, /*has_saved=*/false, i)", "true"),
     Mutant("the gradient of a part that hooks see", CAT, "!is_hooked(*next) &&", ""),

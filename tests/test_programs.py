@@ -483,6 +483,23 @@ def test_what_a_shared_sum_reads_is_computed_once():
     assert [event.name for event in profiler.events()].count("aten::upsample_bilinear2d") == 1
 
 
+@pytest.mark.parametrize("readers", [3, 6])
+def test_a_sum_that_many_read_is_computed_once(readers):
+    x, y, *others = (nn.Parameter(torch.randn(64, 64)) for _ in range(readers + 1))
+    remembered = []
+    for _ in range(2):  # the first step tries formulas
+        with Scope() as scope:
+            shared = x + y
+            loss = Keep.apply(shared).sum()  # read last
+            sums = [F.relu(shared + other) for other in others]
+            loss = loss + sum(Keep.apply(each).sum() for each in sums)
+        value = scope.values()[0]
+        assert value.readers == readers
+        sums[-1].register_hook(lambda grad, value=value: remembered.append(value.remembers))
+        loss.backward()
+    assert remembered[-1] == (readers == 6)
+
+
 def test_what_has_other_readers_is_read_or_computed_once():
     """A norm's output that two read is computed once for both, in one pass each."""
     x = torch.randn(4, 8, 6, 6, requires_grad=True)

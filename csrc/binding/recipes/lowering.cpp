@@ -125,15 +125,10 @@ class Lowering {
   }
 
   // Whether what was appended since is computed here although it is shared: one such value, which leaves the stash free, has
-  // few readers, and reads two tensors that are there for its other readers, too.
+  // few readers, and reads two tensors.
   bool pass_over(const Value& value, const Lowering& before) {
-    const auto is_there = [](const Lowered::Leaf& leaf) {
-      return !leaf.value || !leaf.value->is_recipe() || leaf.is_bits || leaf.value->remembers() || leaf.value->readers > 1;
-    };
-    const bool is_allowed =
-        before.may_pass_over_shared_ && value.readers <= kMaxReaders && dense_ == before.dense_ + 2 &&
-        uses_stash_ == before.uses_stash_ &&
-        std::all_of(lowered_.leaves.begin() + before.lowered_.leaves.size(), lowered_.leaves.end(), is_there);
+    const bool is_allowed = before.may_pass_over_shared_ && value.readers <= kMaxReaders && dense_ == before.dense_ + 2 &&
+                            uses_stash_ == before.uses_stash_;
     lowered_.passes_over_shared |= is_allowed;
     return is_allowed;
   }
@@ -300,7 +295,16 @@ class Lowering {
 
 std::optional<Lowered> lower(Value& recipe, bool force, bool may_pass_over_shared) {
   Lowering lowering(recipe, may_pass_over_shared);
-  return lowering.append_root() && (force || lowering.is_worth_it()) ? std::optional(lowering.take()) : std::nullopt;
+  if (!lowering.append_root() || (!force && !lowering.is_worth_it())) {
+    return std::nullopt;
+  }
+  Lowered lowered = lowering.take();
+  // What isn't there would be computed again for the other readers of what is passed over, and if there is no form.
+  const auto is_there = [](const Lowered::Leaf& leaf) {
+    return !leaf.value || leaf.is_bits || !leaf.value->is_recipe() || leaf.value->remembers() || leaf.value->readers > 1;
+  };
+  const bool is_taken = !lowered.passes_over_shared || std::all_of(lowered.leaves.begin(), lowered.leaves.end(), is_there);
+  return is_taken ? std::optional(std::move(lowered)) : lower(recipe, force, /*may_pass_over_shared=*/false);
 }
 
 std::optional<Lowered> lower_gradient(Value& gradient, Value& input, Value& grad, Opcode opcode, Value* factors, bool force) {

@@ -194,7 +194,7 @@ class ElementwisePreHook : public PreHook {
               gradient(derivatives_.factors[i], grad, saved[i], is_half(half) ? half : dtype_wanted(i, grad), as_saved);
         }
       }
-      return answer(std::move(results), grads.size(), /*for_next=*/is_half(half));
+      return answer(std::move(results), grads.size(), /*for_next=*/is_half(half) ? 1 : 0);
     });
   }
 

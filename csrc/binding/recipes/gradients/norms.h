@@ -33,7 +33,7 @@ class NormPreHook : public PreHook {
   torch::autograd::variable_list answer_with(const at::Tensor& grad, const Saved& saved, Needed needed, size_t grads) {
     auto results =
         saved.is_served(grad) && saved.fits(grad, needed) ? saved.by_kernel(grad, needed) : saved.by_ops(grad, needed);
-    return answer(std::move(results), grads, /*for_next=*/saved.input.scalar_type() != saved.dtype);
+    return answer(std::move(results), grads, /*for_next=*/saved.input.scalar_type() != saved.dtype ? 1 : 0);
   }
 };
 
