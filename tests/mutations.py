@@ -119,6 +119,7 @@ CPU_PROGRAM = "csrc/recipes/cpu/kernels.cpp"
 CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
 HOOK = "csrc/binding/recipes/hook.cpp"
 DERIVATION = "csrc/binding/recipes/derivation.cpp"
+FROM_HALF = "csrc/binding/recipes/from_half.cpp"
 OPERANDS = "csrc/binding/recipes/operands.cpp"
 CALLS = "csrc/binding/recipes/calls.cpp"
 LEAVES = "csrc/binding/recipes/leaves.cpp"
@@ -426,7 +427,7 @@ RECOMPUTE = [
     Mutant("a cast that others have", CASTS, "passes_unnoticed(node, /*has_saved=*/true) && (!clone", "(!clone"),
     Mutant("what is overwritten is kept", HOOK, "keep(clone, value_of(value).source, outer);", "value;"),
     Mutant("a part says how it was laid out", JOIN, "value_of(value).is_rearranged = true;", ""),
-    Mutant("a half says how it was laid out", DERIVATION, "value_of(recipe.operands[0]).is_rearranged = true;", ""),
+    Mutant("a half says how it was laid out", FROM_HALF, "value_of(recipe.operands[0]).is_rearranged = true;", ""),
     Mutant("what hooks around have is current", VALUE, "int64_t{outside->version.current_version()}", "version"),
     Mutant(
         "a recipe of what is overwritten", HOOK, "value_of(value).is_recipe() && !is_written", "value_of(value).is_recipe()"

@@ -10,10 +10,10 @@
 #include <unordered_set>
 #include <variant>
 
-#include "../dtypes.h"
 #include "../origin.h"
 #include "../strides.h"
 #include "formulas.h"
+#include "from_half.h"
 #include "gradients/gradients.h"
 #include "joined.h"
 #include "leaves.h"
@@ -386,36 +386,6 @@ bool by_view(Step& step, const AsStridedBackward0& view, Value& recipe) {
   const at::TensorGeometry geometry(view.size, view.stride, view.storage_offset.value_or(base.sym_storage_offset()));
   const torch::autograd::Edge& edge = step.node->next_edge(0);
   return are_whole(base, geometry) && edge.function && by_reshaping(step, edge.function, edge.input_nr, recipe);
-}
-
-// Makes the recipe of a float32 tensor that was cast from a half type which nobody kept: it goes back to that without loss, and
-// is kept so. Or that of its clone, as group norm makes one of what is channels-last.
-bool by_downcast(Step& step, Value& recipe) {
-  const bool is_of_clone = is_clone(*step.node);
-  const NodePointer& cast = is_of_clone ? step.node->next_edge(0).function : step.node;
-  if (!cast || !is_cast(*cast)) {
-    return false;
-  }
-  const torch::autograd::Edge& edge = cast->next_edge(0);
-  if (!step.tensor || step.tensor->scalar_type() != at::kFloat || step.tensor->_version() > 0 || !edge.function ||
-      is_leaf(edge)) {
-    return false;
-  }
-  const auto& source = edge.function->input_metadata(edge.input_nr);
-  const auto dtype = c10::typeMetaToScalarType(source.dtype());
-  if (!is_half(dtype) || source.device() != step.tensor->device()) {
-    return false;
-  }
-  const at::NoGradGuard no_grad;
-  recipe.formula = formulas().cast;
-  recipe.operands = {keep(step.tensor->to(dtype), name_of(*edge.function), attribute(step.hook, NAME("outer")))};
-  recipe.arguments = {dtype_object(at::kFloat)};
-  value_of(recipe.operands[0]).is_copy = true;
-  value_of(recipe.operands[0]).is_rearranged = true;
-  if (!is_of_clone) {  // a clone's layout is its own
-    note(recipe.operands[0], edge.function, edge.input_nr);
-  }
-  return true;
 }
 
 // Whether a recipe gives its tensor, of which the untried ones and a scope that checks want proof.
