@@ -1,7 +1,6 @@
 #include "computing.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty_strided.h>
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
@@ -68,7 +67,7 @@ thread_local Computed* Computed::current = nullptr;
 
 // The tensor, or a copy that has these strides, whatever they are.
 at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
-  return tensor.strides() == strides ? tensor : at::empty_strided(tensor.sizes(), strides, tensor.options()).copy_(tensor);
+  return tensor.strides() == strides ? tensor : copy_of(tensor, tensor.scalar_type(), strides);
 }
 
 at::ScalarType half_of(const Value& recipe) {

@@ -1,6 +1,7 @@
 #include "fusion.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -316,16 +317,19 @@ std::optional<at::Tensor> copy_rows(const at::Tensor& tensor, at::ScalarType dty
 
 }  // namespace
 
+at::Tensor copy_of(const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef strides) {
+  const auto result = copy_rows(tensor, dtype, strides);
+  return result ? *result : at::empty_strided(tensor.sizes(), strides, tensor.options().dtype(dtype)).copy_(tensor);
+}
+
 at::Tensor contiguous(const at::Tensor& tensor) {
-  const auto result = copy_rows(tensor, tensor.scalar_type(), c10::contiguous_strides(tensor.sizes()));
-  return result ? *result : tensor.contiguous();
+  return tensor.is_contiguous() ? tensor : copy_of(tensor, tensor.scalar_type(), c10::contiguous_strides(tensor.sizes()));
 }
 
 at::Tensor cast_copy(const at::Tensor& tensor, at::ScalarType dtype) {
   const auto strides = tensor.is_non_overlapping_and_dense() ? tensor.strides().vec()
                                                              : at::infer_dense_strides(tensor.sizes(), tensor.strides());
-  const auto result = copy_rows(tensor, dtype, strides);
-  return result ? *result : tensor.to(dtype, /*non_blocking=*/false, /*copy=*/true);
+  return copy_of(tensor, dtype, strides);
 }
 
 std::optional<at::Tensor> compute_gradient(

@@ -26,7 +26,10 @@ std::optional<at::Tensor> compute_gradient(
 // A contiguous copy. Into another order of dimensions, or repeated, PyTorch's on a GPU takes twice a copy's time.
 at::Tensor contiguous(const at::Tensor& tensor);
 
-// A copy in a dtype, laid out as `to` does. Of a part of a tensor PyTorch's takes longer as well.
+// A copy in a dtype and in strides that are dense; contiguous; or laid out as `to` does. Into another order of dimensions,
+// repeated, or of a part of a tensor PyTorch's on a GPU takes twice a copy's time.
+at::Tensor copy_of(const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef strides);
+at::Tensor contiguous(const at::Tensor& tensor);
 at::Tensor cast_copy(const at::Tensor& tensor, at::ScalarType dtype);
 
 }  // namespace fastact::recipes
