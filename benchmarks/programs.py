@@ -88,6 +88,14 @@ def dropout(x):
     return recipe(x, formulas.dropout, x, mask, arguments=(1.1, 1.1))
 
 
+def residual_stream(x):
+    return recipe(x, formulas.add, x, numbers(*x.shape), arguments=(1,))
+
+
+def residual_stream_behind_a_norm(x):
+    return recipe(x, formulas.add, layer_norm(x), numbers(*x.shape), arguments=(1,))
+
+
 def gradient_of_gate(x):
     return recipe(x, torch.mul, silu(x, batch_norm(x)), torch.randn_like(x))
 
@@ -126,6 +134,13 @@ FORMS = {
     "SwiGLU of a tensor's halves": (lambda: numbers(ELEMENTS // 11264, 11264), swiglu_of_halves, 3),
     "quick GELU": (lambda: numbers(ELEMENTS // 1024, 1024), quick_gelu, 4),
     "dropout": (lambda: numbers(ELEMENTS // 1024, 1024), dropout, 4.125),
+    "residual stream in float32": (lambda: numbers(ELEMENTS // 768, 768, dtype=torch.float32), residual_stream, 10),
+    "the same, layer norm": (lambda: numbers(ELEMENTS // 768, 768, dtype=torch.float32), residual_stream_behind_a_norm, 10),
+    "addend of a residual stream": (
+        lambda: numbers(ELEMENTS // 768, 768, dtype=torch.float32),
+        lambda x: _C.recipes.keep(x, None),
+        10,
+    ),
     "of a gate: batch norm, SiLU, gradient": (lambda: images(96), gradient_of_gate, 6),
     "of a cube in float32: cast, square, gradient": (lambda: numbers(ELEMENTS // 1024, 1024), gradient_of_cube, 10),
     "gradient of SiLU after batch norm": (lambda: images(96), batch_norm, 6),
@@ -148,6 +163,9 @@ def measure(name):
         grad = torch.randn_like(x)
         how = "silu_gradient" if x.dtype == torch.float32 else numbers(2**16, 2, dtype=torch.float32)  # factors
         run = lambda: _C.recipes.gradient(value, grad, how)  # noqa: E731
+    elif name.startswith("addend"):
+        total = x + numbers(*x.shape)
+        run = lambda: _C.recipes.addend(value, total, torch.bfloat16)  # noqa: E731
     else:
         run = lambda: _C.recipes.fused(value)  # noqa: E731
     assert run() is not None

@@ -703,7 +703,9 @@ def test_planes_past_two_to_the_31():
 
 def test_every_instruction_is_reached():
     opcodes = {each[0] for program in PROGRAMS.values() for each in program}
-    assert opcodes | {"load", "stash", "look_up", "gradient", "silu_gradient", "tanh_gradient"} == set(_C.recipes.opcodes)
+    assert opcodes | {"load", "stash", "look_up", "gradient", "silu_gradient", "tanh_gradient", "addend"} == set(
+        _C.recipes.opcodes
+    )
 
 
 def test_formulas_of_batch_norm_have_programs():

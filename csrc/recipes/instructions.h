@@ -105,4 +105,19 @@ FASTACT_HOST_DEVICE uint16_t bits_of(float x) {
   return static_cast<scalar_t>(x).x;
 }
 
+// The instruction `addend` makes of its element a number of a half type which, added to it, gives this sum, if there is one.
+//
+// Rounding is monotonic, so all between one such number and the exact difference are such as well. Of those that the type has,
+// the one next to the difference is the difference rounded to the type, or a neighbor of that, whose bits are one more or one
+// less. (One less than those of a zero is NaN, and isn't needed: below a positive difference that is rounded to zero, zero is
+// next.) Where the element is infinite its difference is NaN, but any finite number will do.
+template <class scalar_t>
+FASTACT_HOST_DEVICE float addend(float x, float sum) {
+  const auto number = [](int bits) -> float { return scalar_t(static_cast<uint16_t>(bits), scalar_t::from_bits()); };
+  const int bits = bits_of<scalar_t>(x == sum ? std::copysign(0.0f, sum) : sum - x);
+  const float nearest = number(bits), farther = number(bits + 1), closer = number(bits - 1);  // to zero
+  const bool is_nearest = x + nearest == sum || sum != sum;
+  return is_nearest ? nearest : x + farther == sum ? farther : closer;
+}
+
 }  // namespace fastact

@@ -32,6 +32,7 @@ namespace fastact {
   INSTRUCTION(tanh_gradient, 1)           \
   INSTRUCTION(silu, 0)                    \
   INSTRUCTION(silu_gradient, 1)           \
+  INSTRUCTION(addend, 1)                  \
   INSTRUCTION(look_up, 1)                 \
   INSTRUCTION(gradient, 2)
 

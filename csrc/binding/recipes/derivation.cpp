@@ -22,6 +22,7 @@ namespace fastact::recipes {
 namespace {
 
 using torch::autograd::CopySlices;
+using torch::autograd::generated::AddBackward0;
 using torch::autograd::generated::AsStridedBackward0;
 
 // Called for a recipe that is given up: its operands lose a reader.
@@ -454,6 +455,9 @@ py::object derive(Step step) {
   py::object result = made([&](Value& recipe) { return by_op(step, op, recipe); });
   if (!result && (is_cast(*step.node) || is_clone(*step.node))) {
     result = made([&](Value& recipe) { return by_downcast(step, recipe); });
+  }
+  if (const auto& node = *step.node; !result && typeid(node) == typeid(AddBackward0)) {
+    result = made([&](Value& recipe) { return by_addend(step, op.formula, recipe); });
   }
   return result || op.otherwise.is_none() ? result : by(op.otherwise);
 }

@@ -12,4 +12,9 @@ namespace fastact::recipes {
 // makes one of what is channels-last.
 bool by_downcast(Step& step, Value& recipe);
 
+// A sum, by `formula`, of something that is known and a tensor in a half type which nobody kept, as a residual stream under
+// autocast. What was added is found anew, as far as it shows in the sum: all that is kept follows from the sum and what is
+// known.
+bool by_addend(Step& step, const py::object& formula, Value& recipe);
+
 }  // namespace fastact::recipes

@@ -352,8 +352,19 @@ std::optional<at::Tensor> compute_gradient(
   const py::object incoming = keep(grad);
   const py::object table = factors.defined() ? keep(factors) : py::none();
   const auto lowered =
-      lower_gradient(gradient, input, value_of(incoming), opcode, factors.defined() ? &value_of(table) : nullptr, force);
+      lower_instruction(gradient, input, value_of(incoming), opcode, factors.defined() ? &value_of(table) : nullptr, force);
   return lowered ? Run(*lowered)(/*needs_form=*/false) : std::nullopt;
+}
+
+std::optional<at::Tensor> compute_addend(Value& value, const at::Tensor& sum, at::ScalarType dtype) {
+  if (!has_kernels(sum.device())) {
+    return std::nullopt;
+  }
+  Value addend;
+  addend.set_layout(dtype, sum.device(), sum.sizes(), sum.strides());
+  const py::object held = keep(sum);
+  const auto lowered = lower_instruction(addend, value, value_of(held), Opcode::addend, nullptr, /*force=*/true);
+  return lowered ? Run(*lowered)(/*needs_form=*/true) : std::nullopt;
 }
 
 }  // namespace fastact::recipes

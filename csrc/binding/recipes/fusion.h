@@ -23,8 +23,9 @@ std::optional<at::Tensor> compute_gradient(
     Value& input, const at::Tensor& grad, Opcode opcode, const at::Tensor& factors = {}, bool force = false,
     bool as_input = false);
 
-// A contiguous copy. Into another order of dimensions, or repeated, PyTorch's on a GPU takes twice a copy's time.
-at::Tensor contiguous(const at::Tensor& tensor);
+// A number of a half type for each element of a float32 value which, added to it, gives that of the sum; where there are
+// several, any. None if no program computes that.
+std::optional<at::Tensor> compute_addend(Value& value, const at::Tensor& sum, at::ScalarType dtype);
 
 // A copy in a dtype and in strides that are dense; contiguous; or laid out as `to` does. Into another order of dimensions,
 // repeated, or of a part of a tensor PyTorch's on a GPU takes twice a copy's time.

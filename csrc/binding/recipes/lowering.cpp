@@ -44,21 +44,23 @@ class Lowering {
     return true;
   }
 
-  // Appends what computes the gradient, which the root is: by an instruction, and by factors if it is of those.
-  bool append_gradient(Value& input, Value& grad, Opcode opcode, Value* factors, bool force) {
+  // Appends what computes the root from an input and another tensor, as a gradient: by an instruction, and by factors if it is
+  // of those.
+  bool append_result(Value& input, Value& other, Opcode opcode, Value* factors, bool force) {
     Instruction instruction = {opcode, element_of(lowered_.root->dtype), {}};
     return adopt_half(lowered_.root->dtype) && append_operand(*lowered_.root, input) &&
            (formulas_ > 0 || force) &&  // otherwise nothing is fused, and PyTorch's op is as fast
-           add_leaf(*lowered_.root, grad, Place::broadcast, &instruction.reference[0]) &&
+           add_leaf(*lowered_.root, other, Place::broadcast, &instruction.reference[0]) &&
            (!factors || add_leaf(*lowered_.root, *factors, Place::table, &instruction.reference[1])) && add(instruction);
   }
 
-  // Whether one pass of this is better than PyTorch's ops. PyTorch's cast to float32 isn't in vectors on a GPU: 1.5 times the
-  // time.
+  // Whether one pass of this is better than PyTorch's ops. Its casts to float32 aren't in vectors on a GPU, and take 1.5 times
+  // the time; nor are its sums of float32 and a half type.
   bool is_worth_it() const {
-    const bool widens =
-        lowered_.root->dtype == at::kFloat && half_ != at::ScalarType::Undefined && !lowered_.root->device->is_cpu();
-    return formulas_ > 1 || has_norm_ || (widens && lowered_.root->formula.is(formulas().cast));
+    const Value& root = *lowered_.root;
+    const bool widens = root.dtype == at::kFloat && half_ != at::ScalarType::Undefined && !root.device->is_cpu();
+    const bool is_sum = lowered_.instructions.back().opcode == Opcode::add && dense_ == 2;
+    return formulas_ > 1 || has_norm_ || (widens && (is_sum || root.formula.is(formulas().cast)));
   }
 
   Lowered take() { return std::move(lowered_); }
@@ -307,9 +309,9 @@ std::optional<Lowered> lower(Value& recipe, bool force, bool may_pass_over_share
   return is_taken ? std::optional(std::move(lowered)) : lower(recipe, force, /*may_pass_over_shared=*/false);
 }
 
-std::optional<Lowered> lower_gradient(Value& gradient, Value& input, Value& grad, Opcode opcode, Value* factors, bool force) {
-  Lowering lowering(gradient);
-  const bool is_appended = lowering.append_gradient(input, grad, opcode, factors, force);
+std::optional<Lowered> lower_instruction(Value& result, Value& input, Value& other, Opcode opcode, Value* factors, bool force) {
+  Lowering lowering(result);
+  const bool is_appended = lowering.append_result(input, other, opcode, factors, force);
   return is_appended ? std::optional(lowering.take()) : std::nullopt;
 }
 

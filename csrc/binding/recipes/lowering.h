@@ -37,8 +37,8 @@ struct Lowered {
 // In a chain of residual sums every second one is then not remembered until its other readers' turn, for one read more.
 std::optional<Lowered> lower(Value& recipe, bool force, bool may_pass_over_shared);
 
-// What computes `gradient` from `input` and `grad` by one instruction, which for Opcode::gradient also reads the table
+// What computes `result` from `input` and `other` by one instruction, which for Opcode::gradient also reads the table
 // `factors`. None unless the program computes the input itself, or `force`.
-std::optional<Lowered> lower_gradient(Value& gradient, Value& input, Value& grad, Opcode opcode, Value* factors, bool force);
+std::optional<Lowered> lower_instruction(Value& result, Value& input, Value& other, Opcode opcode, Value* factors, bool force);
 
 }  // namespace fastact::recipes

@@ -143,6 +143,10 @@ void add_for_tests(py::module_& module) {
     return wrapped_or_none(compute_gradient(
         value_of(recipe), THPVariable_Unpack(grad.ptr()), Opcode::gradient, THPVariable_Unpack(factors.ptr())));
   });
+  module.def("addend", [](const py::object& value, py::handle sum, const py::object& dtype) {
+    const auto type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+    return wrapped_or_none(compute_addend(value_of(value), THPVariable_Unpack(sum.ptr()), type));
+  });
   module.def("chosen", [] {
     py::dict result;
     for (const auto& [configuration_id, choice] : chosen()) {

@@ -78,6 +78,17 @@ void run_instruction(
       }
     });
   };
+  const auto find_addend = [&] {
+    load(program, program.operand[instruction.reference[0].operand], begin, end, given[0]);
+    with_element(instruction.rounded_to, [&](auto zero) {
+      using scalar_t = decltype(zero);
+      if constexpr (sizeof(scalar_t) == 2) {
+        for (int64_t i = 0; i < n; ++i) {
+          x[i] = addend<scalar_t>(x[i], given[0][i]);
+        }
+      }
+    });
+  };
   with_opcode(instruction.opcode, [&](auto opcode) {
     if constexpr (opcode.value == Opcode::stash) {
       std::copy(x, x + n, stashed);
@@ -85,6 +96,8 @@ void run_instruction(
       look_up(program.operand[instruction.reference[0].operand]);
     } else if constexpr (opcode.value == Opcode::gradient) {
       differentiate();
+    } else if constexpr (opcode.value == Opcode::addend) {
+      find_addend();
     } else {
       for (int k = 0; k < references_of(opcode.value); ++k) {
         const Reference& reference = instruction.reference[k];

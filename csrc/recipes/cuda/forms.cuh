@@ -117,9 +117,17 @@ bool start_rows(const Program& program, Stream stream) {
   return start_norm_of_planes<T, n, spread, BatchNorm>(program, stream) || start_group_norm<T, n, spread>(program, stream);
 }
 
+using LayerNorm = InstructionOf<Opcode::centered_norm, row, same_row, column, column>;
+
+// A residual stream in float32 to which a half type is added, and what was added to it.
+template <class T, int n>
+bool start_residual_stream(const Program& program, Stream stream) {
+  using Last = std::conditional_t<n == 8, InstructionOf<Opcode::addend, dense_any>, Add<dense_any>>;
+  return start_one_of<T, n, Form<2, two, LoadAny, Last>, Form<2, two, LoadAny, LayerNorm, Last>>(program, stream);
+}
+
 template <class T, int n>
 bool start_common(const Program& program, Stream stream) {
-  using LayerNorm = InstructionOf<Opcode::centered_norm, row, same_row, column, column>;
   // Channels-last.
   return start_norm_of_columns<T, n, InstructionOf<Opcode::batch_norm, column, column, column, column>>(program, stream) ||
          start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column, column>>(program, stream) ||
@@ -161,7 +169,7 @@ bool start_any_form(const Program& program, Stream stream) {
   const auto is_read_in_vectors = [](const Program::Operand& operand) { return operand.stride[0] != 0; };
   return (fits_across_rows(program, n, is_read_in_vectors) &&
           (start_rows<T, n, Spread::row>(program, stream) || start_rows<T, n, Spread::anywhere>(program, stream))) ||
-         (is_in_vectors(program, n) && start_common<T, n>(program, stream));
+         (is_in_vectors(program, n) && (start_common<T, n>(program, stream) || start_residual_stream<T, n>(program, stream)));
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ bool start_form(const Program& program, bool has_float16, Stream stream) {
     case Element::bfloat16:
       return start_bfloat16_form(program, stream);
     default:
-      return !has_float16 && start_float32_form(program, stream);
+      return has_float16 ? start_float32_form_of_float16(program, stream) : start_float32_form(program, stream);
   }
 }
 

@@ -168,6 +168,8 @@ class Thread {
       look_up(u, static_cast<const uint16_t*>(operand(k, 0).data));
     } else if constexpr (opcode == Opcode::gradient) {
       differentiate(k, u, static_cast<const float2*>(operand(k, 1).data));
+    } else if constexpr (opcode == Opcode::addend) {
+      find_addend(k, u);
     } else if constexpr (opcode == Opcode::stash) {
       copy(x_[u], stashed_[u]);
     } else if constexpr (!is_norm(opcode)) {
@@ -406,6 +408,15 @@ class Thread {
     for (int i = 0; i < n; ++i) {
       const float2 of_number = __ldg(factors + (pairs[i / 2] >> (i % 2 * 16) & 0xffff));
       x_[u][i] = scaled(grad[i], of_number.x, of_number.y);
+    }
+  }
+
+  __device__ void find_addend(int k, int u) {
+    float sum[n];
+    read<true>(k, 0, u, sum);
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      x_[u][i] = addend<T>(x_[u][i], sum[i]);
     }
   }
 
