@@ -1,6 +1,7 @@
-"""Gradients of products, powers and tanh that read recipes, each computed in one pass in the scope: PyTorch's bits."""
+"""Gradients of products, powers, tanh and dropout that read recipes, each computed in one pass in the scope: PyTorch's bits."""
 
 import collections
+import contextlib
 import itertools
 import re
 import subprocess
@@ -21,6 +22,7 @@ from answers import (
     check_several_threads,
     check_within_hooks_that_give_back_once,
     gradients,
+    kernels,
 )
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -471,3 +473,80 @@ def test_random_numbers_of_every_magnitude(pair, device):
         bits = numbers * (odd << 16) + numbers * odd if leaf.dtype == F32 else (numbers * odd).to(torch.int16)
         leaf.data = bits.view(leaf.dtype)
     check(net)
+
+
+class Dropout(nn.Module):
+    """Behind a sum, as in a residual stream, or saved itself."""
+
+    def __init__(self, shape, dtype, p, is_summed, layout=torch.contiguous_format):
+        super().__init__()
+        torch.manual_seed(0)
+        x, y, grad = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
+        grad.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL, device="cuda")
+        self.x, self.y, self.grad = (
+            nn.Parameter(each.contiguous(memory_format=layout) if each.dim() == 4 else each) for each in (x, y, grad)
+        )
+        self.p, self.is_summed = p, is_summed
+
+    def forward(self):
+        torch.manual_seed(1)
+        z = F.dropout(self.x * 1.0, self.p)
+        return F.leaky_relu(z + self.y if self.is_summed else z, 0.5) * self.grad
+
+    def leaves(self):
+        return [self.x, self.grad]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("is_summed", [False, True])
+@pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3])
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(64, 96), (3, 7, 5, 11), (8, 16, 24)], ids=str)
+def test_dropout_by_packed_bits(shape, dtype, p, is_summed):
+    net = Dropout(shape, dtype, p, is_summed)
+    expected = gradients(net)
+    for _ in range(2):  # the first tries the program
+        with recompute():
+            loss = net().sum()
+        found, names = kernels(lambda loss=loss: torch.autograd.grad(loss, net.leaves()))
+        for one, other in zip(found, expected, strict=True):
+            assert is_identical(one, other) and one.stride() == other.stride()
+    assert not any("unpack_kernel" in name or "masked_scale" in name for name in names)
+
+
+@pytest.mark.cuda
+def test_dropout_in_channels_last():
+    net = Dropout((4, 8, 6, 6), BF16, 0.5, True, torch.channels_last)
+    expected = gradients(net)
+    for _ in range(2):
+        found = gradients(net, recompute())
+        assert all(
+            is_identical(one, other) and one.stride() == other.stride() for one, other in zip(found, expected, strict=True)
+        )
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "check_dropout",
+    [check_several_passes, check_second_derivatives, check_within_hooks_that_give_back_once],
+    ids=lambda check: check.__name__,
+)
+def test_dropout_as_any_other(check_dropout):
+    check_dropout(Dropout((64, 96), BF16, 0.2, True))
+
+
+@pytest.mark.cuda
+def test_dropout_by_its_op():
+    """Of which the node also knows whether it trains."""
+    x = torch.randn(64, 96, device="cuda", requires_grad=True)
+    for train in (True, False, None):
+
+        def run(scope, train=train):
+            torch.manual_seed(0)
+            with scope:
+                y, _ = torch.native_dropout(x * 1.0, 0.3, train)
+                loss = F.leaky_relu(y, 0.5).sum()
+            return torch.autograd.grad(loss, x)[0]
+
+        expected = run(contextlib.nullcontext())
+        assert all(is_identical(run(recompute()), expected) for _ in range(2))

@@ -135,6 +135,7 @@ _C.recipes.set_up(
     same=formulas.same,
     multiply=torch.mul,
     power=torch.pow,
+    dropout=formulas.dropout,
     op_rule=OpRule,
     candidates=Candidates,
     underivable=Underivable,

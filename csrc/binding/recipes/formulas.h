@@ -55,9 +55,10 @@ struct Formulas {
         same(given["same"]),
         multiply(given["multiply"]),
         power(given["power"]),
+        dropout(given["dropout"]),
         cast(given["cast"]) {}
 
-  py::object reshape, expand, transpose, permute, same, multiply, power;
+  py::object reshape, expand, transpose, permute, same, multiply, power, dropout;
   // Those that aren't called: a cast, a view of (base, offset), and a mask of its bits, whose sizes, strides and dtype are the
   // recipe's.
   py::object cast;

@@ -1,6 +1,7 @@
 #include "nodes.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/native_dropout_backward.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/silu_backward.h>
 #include <ATen/ops/tanh_backward.h>
@@ -14,8 +15,10 @@
 #include "../../dtypes.h"
 #include "../../strides.h"
 #include "../computing.h"
+#include "../derivation.h"
 #include "../formulas.h"
 #include "../fusion.h"
+#include "../masks.h"
 #include "../python.h"
 #include "../verification.h"
 #include "answers.h"
@@ -31,20 +34,23 @@ using torch::autograd::variable_list;
 using torch::autograd::generated::AddBackward0;
 using torch::autograd::generated::MeanBackward1;
 using torch::autograd::generated::MulBackward0;
+using torch::autograd::generated::NativeDropoutBackward0;
 using torch::autograd::generated::PowBackward0;
 using torch::autograd::generated::RsqrtBackward0;
 using torch::autograd::generated::SiluBackward0;
 using torch::autograd::generated::TanhBackward0;
 
-// What a node multiplies its gradient by: a saved tensor, or the derivative of a power or a function.
+// What a node multiplies its gradient by: a saved tensor, a saved mask and a number, or the derivative of a power or a
+// function.
 struct Factor {
-  enum class Kind { product, power, function } kind;
-  double exponent = 0;
+  enum class Kind { product, mask, power, function } kind;
+  double number = 0;   // dropout's scale, or the exponent
   Opcode opcode = {};  // of the function's gradient
 
   at::Tensor times(const at::Tensor& grad, const at::Tensor& saved) const {
     return kind == Kind::product             ? grad * saved
-           : kind == Kind::power             ? grad * (exponent * saved.pow(exponent - 1))
+           : kind == Kind::mask              ? at::native_dropout_backward(grad, saved, number)
+           : kind == Kind::power             ? grad * (number * saved.pow(number - 1))
            : opcode == Opcode::tanh_gradient ? at::tanh_backward(grad, saved)
                                              : at::silu_backward(grad.to(saved.scalar_type()), saved);
   }
@@ -66,6 +72,10 @@ Derivatives derivatives_of(Node& node) {
   }
   if (const auto* product = as<MulBackward0>(&node)) {
     return {{&product->other_, &product->self_}, {{Factor::Kind::product}, {Factor::Kind::product}}};
+  }
+  if (const auto* dropout = as<NativeDropoutBackward0>(&node); dropout && is_on_gpu) {
+    const double p = dropout->p, scale = !dropout->train.value_or(false) ? 1 : p == 1 ? 0 : 1 / (1 - p);
+    return {{&dropout->result1_}, {{Factor::Kind::mask, scale}}};
   }
   if (const auto* power = as<PowBackward0>(&node); power && is_float && !power->exponent.isComplex()) {
     const double exponent = power->exponent.toDouble();
@@ -95,6 +105,9 @@ std::optional<at::Tensor> by_program(
     return std::nullopt;
   }
   at::DimVector strides(*strides_of_saved);
+  if (factor.kind == Factor::Kind::mask && !grad.is_contiguous()) {
+    return std::nullopt;  // of a layout of the op's own
+  }
   if (factor.kind == Factor::Kind::power) {  // an op of its own, which lays out dimensions of size 1 anew
     strides = elementwise_strides(grad.sizes(), strides, strides);
   }
@@ -114,12 +127,15 @@ std::optional<at::Tensor> by_program(
   const at::ScalarType of_saved = value.dtype_of(), of_product = c10::promoteTypes(grad.scalar_type(), of_saved);
   py::object multiplier = saved;
   if (factor.kind == Factor::Kind::power) {
-    if (factor.exponent != 2) {
-      multiplier = recipe(formulas().power, {multiplier}, {py::float_(factor.exponent - 1)}, of_saved);
+    if (factor.number != 2) {
+      multiplier = recipe(formulas().power, {multiplier}, {py::float_(factor.number - 1)}, of_saved);
     }
-    multiplier = recipe(formulas().multiply, {multiplier, py::float_(factor.exponent)}, {}, of_saved);
+    multiplier = recipe(formulas().multiply, {multiplier, py::float_(factor.number)}, {}, of_saved);
   }
-  py::object gradient = recipe(formulas().multiply, {multiplier, keep(grad)}, {}, of_product);
+  const Objects scales = {py::float_(factor.number), py::float_(factor.number)};  // a GPU's, and the CPU's
+  py::object gradient = factor.kind == Factor::Kind::mask
+                            ? recipe(formulas().dropout, {keep(grad), saved}, scales, of_product)
+                            : recipe(formulas().multiply, {multiplier, keep(grad)}, {}, of_product);
   if (dtype != of_product) {
     gradient = recipe(formulas().cast, {gradient}, {dtype_object(dtype)}, dtype);
   }
@@ -131,18 +147,28 @@ std::optional<at::Tensor> by_program(
 using FactorConfiguration =
     std::tuple<Factor::Kind, double, Opcode, at::ScalarType, at::ScalarType, at::ScalarType, c10::DeviceIndex>;
 
+// Of which a factor of that kind is tried.
+py::object some_saved(const Factor& factor, at::TensorOptions options) {
+  if (factor.kind != Factor::Kind::mask) {
+    return keep(all_numbers(options, Order::second));
+  }
+  const at::Tensor mask = all_numbers(options.dtype(at::kFloat), Order::second) > 0;
+  return recipe_of(ConfigurationOf::mask, NAME("bits"), formulas().unpack_mask, keep(pack_mask(mask)), {}, mask);
+}
+
 // Whether it does, as found when such a gradient was first wanted.
 bool fits(const Factor& factor, const at::Tensor& grad, at::ScalarType of_saved, at::ScalarType dtype) {
   static auto& verdicts = *new Verdicts<FactorConfiguration>();
   const at::Device device = grad.device();  // the CPU's index is -1
-  const FactorConfiguration configuration = {factor.kind, factor.exponent, factor.opcode, grad.scalar_type(),
-                                             of_saved,    dtype,           device.index()};
+  const FactorConfiguration configuration = {factor.kind, factor.number, factor.opcode, grad.scalar_type(),
+                                             of_saved,    dtype,         device.index()};
   return verdicts.find(configuration, device, [&] {
     const at::Tensor some_grad = all_numbers(grad.options(), Order::first);
-    const at::Tensor some_saved = all_numbers(grad.options().dtype(of_saved), Order::second);
-    const auto found = by_program(factor, some_grad, keep(some_saved), dtype, /*as_saved=*/false, /*is_trial=*/true);
+    const py::object saved = some_saved(factor, grad.options().dtype(of_saved));
+    const auto found = by_program(factor, some_grad, saved, dtype, /*as_saved=*/false, /*is_trial=*/true);
+    const at::Tensor tensor = value_of(saved).tensor();
     const py::gil_scoped_release no_gil;  // the device may be waiting for a callback that needs it
-    return found && is_identical(*found, factor.times(some_grad, some_saved).to(dtype));
+    return found && is_identical(*found, factor.times(some_grad, tensor).to(dtype));
   });
 }
 
@@ -150,7 +176,8 @@ bool fits(const Factor& factor, const at::Tensor& grad, at::ScalarType of_saved,
 at::Tensor gradient(const Factor& factor, const at::Tensor& grad, const py::object& saved, at::ScalarType half, bool as_saved) {
   Value& value = value_of(saved);
   const at::ScalarType of_grad = grad.scalar_type(), of_saved = value.dtype_of();
-  if (value.sizes_of() == grad.sizes() && grad.dim() > 0 && is_float_or_half(of_grad) && is_float_or_half(of_saved)) {
+  const bool is_served = is_float_or_half(of_saved) || factor.kind == Factor::Kind::mask;
+  if (value.sizes_of() == grad.sizes() && grad.dim() > 0 && is_float_or_half(of_grad) && is_served) {
     const at::ScalarType dtype = is_half(half) ? half : c10::promoteTypes(of_grad, of_saved);
     auto found = fits(factor, grad, of_saved, dtype) ? by_program(factor, grad, saved, dtype, as_saved) : std::nullopt;
     if (found) {
@@ -237,6 +264,18 @@ void add_elementwise_hooks(Node& node) {
   const bool saves_output_now = !saved.empty() && as<TanhBackward0>(&node);  // so that the node doesn't have it yet
   if (saves_output_now || std::any_of(saved.begin(), saved.end(), is_recipe)) {
     add_hooks<ElementwisePreHook>(node);
+  }
+}
+
+void add_dropout_hooks(Node& node) {
+  const auto add_if_dropout = [](Node* each) {
+    if (as<NativeDropoutBackward0>(each)) {
+      add_elementwise_hooks(*each);
+    }
+  };
+  add_if_dropout(&node);
+  for (const auto& edge : node.next_edges()) {
+    add_if_dropout(edge.function.get());
   }
 }
 

@@ -20,6 +20,7 @@ void add_gradient_hooks(torch::autograd::Node& node) {
 void add_gradient_hooks_of_saved(torch::autograd::Node& node) {
   add_activation_hooks(node);
   add_square_hooks(node);
+  add_dropout_hooks(node);
   add_softmax_hooks(node);
 }
 

@@ -11,7 +11,7 @@ namespace fastact::recipes {
 void add_gradient_hooks(torch::autograd::Node& node);
 
 // Adds them to nodes whose output no recipe is made of, given the node of a tensor that is saved: an activation behind a batch
-// norm, a softmax, or, of an rsqrt, the square in its RMS norm.
+// norm, a softmax, a dropout, or, of an rsqrt, the square in its RMS norm.
 void add_gradient_hooks_of_saved(torch::autograd::Node& node);
 
 // Adds one to a ReLU of whose output only the signs are kept (partial.h).

@@ -14,11 +14,15 @@ void add_activation_hooks(torch::autograd::Node& node);
 void add_layer_norm_hooks(torch::autograd::Node& node);
 void add_group_norm_hooks(torch::autograd::Node& node);
 
-// The gradients of products, powers, tanh and SiLU that have saved recipes, in the pass that computes these. Which node saves a
-// tensor isn't known while that is packed, so they are added once something is derived from its output. From the square in an
-// RMS norm nothing is; its rsqrt's node leads to it.
+// The gradients of products, powers, tanh, SiLU and dropout that have saved recipes, in the pass that computes these. Which
+// node saves a tensor isn't known while that is packed, so they are added once something is derived from its output. From the
+// square in an RMS norm nothing is; its rsqrt's node leads to it.
 void add_elementwise_hooks(torch::autograd::Node& node);
 void add_square_hooks(torch::autograd::Node& rsqrt);
+
+// The gradient of a dropout whose mask is packed, for the node of a tensor that is saved: of dropout's output or, mostly, of a
+// sum behind it.
+void add_dropout_hooks(torch::autograd::Node& node);
 
 // The gradient of a softmax or its logarithm, in the incoming one's memory; and of a cast to float32 behind it.
 void add_softmax_hooks(torch::autograd::Node& node, torch::autograd::Node* behind = nullptr);
