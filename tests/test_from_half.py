@@ -250,7 +250,7 @@ def test_what_a_sum_was_added_to_may_not_be_written_to(device):
 
 
 def test_a_sum_that_was_written_to_is_kept(device):
-    """Since its op, where autograd doesn't see it: what was read before the write doesn't follow from what is saved after it."""
+    """Since its op, unseen by autograd: what was read before the write doesn't follow from what is saved after it."""
 
     def run(scope):
         torch.manual_seed(0)
