@@ -531,6 +531,7 @@ RECOMPUTE = [
     ),
     Mutant("a sum that many read", LOWERING, "kMaxReaders = 3;", "kMaxReaders = 99;"),
     Mutant("a sum of what isn't there", LOWERING, "leaf.value->remembers() || leaf.value->readers > 1;", "true;"),
+    Mutant("what isn't at hand is computed twice", LOWERING, "return is_there(leaf) || leaf", "return true || leaf"),
     Mutant("an infinite sum's addend", INSTRUCTIONS, "x == sum ? std::copysign(0.0f, sum) : sum - x", "sum - x"),
     Mutant("the addend next to the difference", INSTRUCTIONS, "x + farther == sum ? farther : closer;", "nearest;"),
     Mutant("addends are never closer to zero", INSTRUCTIONS, "? farther : closer;", "? farther : farther;"),

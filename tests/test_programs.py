@@ -483,6 +483,19 @@ def test_what_a_shared_sum_reads_is_computed_once():
     assert [event.name for event in profiler.events()].count("aten::upsample_bilinear2d") == 1
 
 
+def test_an_embedding_whose_norm_others_read_is_looked_up_once():
+    """By the norm's readers and the embedding's: a program of the norm would read no more than its output, but not at once."""
+    embedding, norm = nn.Embedding(99, 64), nn.LayerNorm(64)
+    tokens = torch.randint(99, (16, 24))
+    for _ in range(2):  # the first step tries formulas
+        with recompute():
+            shared = embedding(tokens) * 1.5
+            loss = (Keep.apply(shared) + Keep.apply(F.relu(norm(shared)))).sum()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            loss.backward()
+    assert [event.name for event in profiler.events()].count("aten::embedding") == 1
+
+
 @pytest.mark.parametrize("readers", [3, 6])
 def test_a_sum_that_many_read_is_computed_once(readers):
     x, y, *others = (nn.Parameter(torch.randn(64, 64)) for _ in range(readers + 1))

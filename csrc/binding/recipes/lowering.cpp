@@ -14,6 +14,11 @@
 namespace fastact::recipes {
 namespace {
 
+// Whether a leaf's tensor is kept, or is or will be remembered.
+bool is_there(const Lowered::Leaf& leaf) {
+  return !leaf.value || leaf.is_bits || !leaf.value->is_recipe() || leaf.value->remembers() || leaf.value->readers > 1;
+}
+
 // Lowers one recipe.
 class Lowering {
  public:
@@ -108,7 +113,7 @@ class Lowering {
   }
 
   // Appends it if it can be part of this program and is better so. If it has other readers, it is computed once for all of
-  // them, unless computing it here reads a single tensor of the output's size, as loading its result would, or is passed over.
+  // them, unless to compute it here costs no more than to load it, or it is passed over.
   bool try_inline(const Value& reader, Value& value) {
     if (!can_be_inlined(reader, value) || ++attempts_ > kMaxAttempts) {
       return false;
@@ -117,13 +122,24 @@ class Lowering {
     Value* found = behind_view(reader, value);
     const bool is_shared = found && found->readers > 1;
     may_pass_over_shared_ &= !is_shared;  // nor the value that this one follows from
-    if (found && append(*found) && (!is_shared || dense_ <= before.dense_ + 1 || pass_over(*found, before))) {
+    if (found && append(*found) && (!is_shared || is_as_cheap_to_read(before) || pass_over(*found, before))) {
       may_pass_over_shared_ = before.may_pass_over_shared_ && !lowered_.passes_over_shared;
       order_ = before.order_;
       return true;
     }
     restore(before);
     return false;
+  }
+
+  // Whether what was appended since reads at most one tensor of the output's size, and no op, as an embedding, has to compute
+  // that once more.
+  bool is_as_cheap_to_read(const Lowering& before) const {
+    const auto is_at_hand = [](const Lowered::Leaf& leaf) {
+      return is_there(leaf) || leaf.value->sizes_of() != at::IntArrayRef(leaf.reader->sizes) ||
+             facts_of(leaf.value->formula).is_movement;
+    };
+    const auto& leaves = lowered_.leaves;
+    return dense_ <= before.dense_ + 1 && std::all_of(leaves.begin() + before.lowered_.leaves.size(), leaves.end(), is_at_hand);
   }
 
   // Whether what was appended since is computed here although it is shared: one such value, which leaves the stash free, has
@@ -302,9 +318,6 @@ std::optional<Lowered> lower(Value& recipe, bool force, bool may_pass_over_share
   }
   Lowered lowered = lowering.take();
   // What isn't there would be computed again for the other readers of what is passed over, and if there is no form.
-  const auto is_there = [](const Lowered::Leaf& leaf) {
-    return !leaf.value || leaf.is_bits || !leaf.value->is_recipe() || leaf.value->remembers() || leaf.value->readers > 1;
-  };
   const bool is_taken = !lowered.passes_over_shared || std::all_of(lowered.leaves.begin(), lowered.leaves.end(), is_there);
   return is_taken ? std::optional(std::move(lowered)) : lower(recipe, force, /*may_pass_over_shared=*/false);
 }
