@@ -500,7 +500,7 @@ class Dropout(nn.Module):
 @pytest.mark.parametrize("is_summed", [False, True])
 @pytest.mark.parametrize("p", [0.1, 0.5, 1 / 3])
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(64, 96), (3, 7, 5, 11), (8, 16, 24)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 96), (3, 7, 5, 11), (8, 1, 24)], ids=str)
 def test_dropout_by_packed_bits(shape, dtype, p, is_summed):
     net = Dropout(shape, dtype, p, is_summed)
     expected = gradients(net)
@@ -516,6 +516,7 @@ def test_dropout_by_packed_bits(shape, dtype, p, is_summed):
 
 @pytest.mark.cuda
 def test_dropout_in_channels_last():
+    """By PyTorch's op."""
     net = Dropout((4, 8, 6, 6), BF16, 0.5, True, torch.channels_last)
     expected = gradients(net)
     for _ in range(2):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from activations_cuda import _C, memory_report, recompute
+from activations_cuda.recipes.rules import RULES, op
 from activations_cuda.recipes.verification import is_identical
 from recomputing import Keep, Scope, compare, same_with_scope
 
@@ -251,22 +252,74 @@ def test_what_a_sum_was_added_to_may_not_be_written_to(device):
 
 def test_a_sum_that_was_written_to_is_kept(device):
     """Since its op, unseen by autograd: what was read before the write doesn't follow from what is saved after it."""
+    linear = nn.Linear(64, 64).to(device)
 
     def run(scope):
         torch.manual_seed(0)
-        x, d = torch.randn(64, 64, device=device, requires_grad=True), torch.randn(64, 64, device=device, requires_grad=True)
-        with scope():
+        x = torch.randn(64, 64, device=device, requires_grad=True)
+        with torch.autocast(device, torch.bfloat16), scope():
             known = Keep.apply(x).mul(1.0)
             kept = Keep.apply(known)
-            total = known + (d * 1.0).bfloat16()
+            total = known + linear(x)
             before = F.relu(total)
             with torch.no_grad():
                 total.add_(1)
             loss = (Keep.apply(total) + kept).sum() + Keep.apply(before).sum()
-        return torch.autograd.grad(loss, [x, d])
+        return torch.autograd.grad(loss, [x, linear.weight])
 
     same_with_scope(run)
     same_with_scope(run)
+
+
+def test_an_addend_makes_up_for_no_wrong_formula(monkeypatch, device):
+    """It would as long as what is added is next to nothing, as at first in nets that begin as the identity. The formula would
+    be taken for right.
+    """
+
+    def nearly(input):
+        return torch.atan(input) * (1 + 2**-20)
+
+    monkeypatch.setitem(RULES, "AtanBackward0", op(nearly))
+    linear, x = nn.Linear(WIDTH, WIDTH).to(device), torch.randn(64, WIDTH, device=device, requires_grad=True)
+
+    def run(scope):
+        gradients = []
+        for bound in (0.0, 0.0, 1.0):
+            torch.manual_seed(0)
+            for parameter in linear.parameters():
+                nn.init.uniform_(parameter, -bound, bound)
+            with torch.autocast(device, torch.bfloat16), scope():
+                loss = Keep.apply(torch.atan(Keep.apply(x)) + linear(x)).square().sum()
+            gradients += torch.autograd.grad(loss, [x, *linear.parameters()])
+        return gradients
+
+    same_with_scope(run)
+
+
+def test_what_is_known_is_computed_below_autocast(monkeypatch, device):
+    under_autocast = []
+
+    def atan(input):
+        under_autocast.append(torch.is_autocast_enabled(device))
+        return torch.atan(input)
+
+    monkeypatch.setitem(RULES, "AtanBackward0", op(atan))
+    linear, x = nn.Linear(WIDTH, WIDTH).to(device), torch.randn(64, WIDTH, device=device, requires_grad=True)
+
+    def run(scope):
+        with torch.autocast(device, torch.bfloat16), scope():
+            known = torch.atan(Keep.apply(x))
+            scaled = Keep.apply(known * 3.0)  # whose recipe proves the formula
+            loss = (Keep.apply(known + linear(x)) + scaled).square().sum()
+        return torch.autograd.grad(loss, [x, *linear.parameters()])
+
+    for _ in range(2):
+        same_with_scope(run)
+    with torch.autocast(device, torch.bfloat16), Scope() as scope:
+        known = torch.atan(Keep.apply(x))
+        loss = Keep.apply(known * 3.0).sum() + Keep.apply(known + linear(x)).sum()
+    assert sums_kept(scope)[0] == 0 and loss.requires_grad
+    assert under_autocast and not any(under_autocast)
 
 
 @pytest.mark.parametrize("name", ["norm before", "norm behind", "dropout"])

@@ -471,6 +471,22 @@ def test_a_common_chain_is_not_interpreted(name, dtype, layout):
     assert kernels and not any("Interpreted" in name for name in kernels)
 
 
+@pytest.mark.cuda
+def test_what_is_copied_into_other_strides_is_copied_in_rows():
+    """As heads are for attention. PyTorch's copy takes more than twice as long."""
+    x = torch.randn(4, 32, 8, 64, device="cuda", requires_grad=True)
+    for dtype in DTYPES:
+        for _ in range(2):  # the first step tries formulas
+            with Scope() as scope:
+                heads = Keep.apply(x.to(dtype)).clone()
+                loss = (Keep.apply(heads) * Keep.apply(heads.transpose(1, 2).contiguous()).transpose(1, 2)).sum()
+            assert scope.count[True] >= 1
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                loss.backward()
+        assert any("run_kernel" in event.name for event in profiler.events())
+    compare(nn.Linear(64, 64).cuda(), lambda net: Keep.apply(Keep.apply(net(x)).transpose(1, 2).contiguous()).sum())
+
+
 def test_what_a_shared_sum_reads_is_computed_once():
     """By PyTorch's op, and for both who need the sum."""
     low, x, y = (nn.Parameter(torch.randn(4, 16, size, size)) for size in (8, 16, 16))

@@ -34,6 +34,21 @@ void drop(const Value& recipe) {
   }
 }
 
+// A value and all that it follows from.
+std::unordered_set<PyObject*> with_all_behind(const py::object& value) {
+  std::unordered_set<PyObject*> found;
+  std::vector<py::object> left = {value};
+  while (!left.empty()) {
+    const py::object each = std::move(left.back());
+    left.pop_back();
+    if (is_value(each) && found.insert(each.ptr()).second) {
+      const auto& operands = value_of(each).operands;
+      left.insert(left.end(), operands.begin(), operands.end());
+    }
+  }
+  return found;
+}
+
 }  // namespace
 
 thread_local Derivation* Derivation::current = nullptr;
@@ -48,17 +63,16 @@ Derivation::~Derivation() {
   }
 }
 
-void Derivation::keep_operands_of(const py::object& recipe) {
-  std::unordered_set<PyObject*> found;
-  std::vector<py::object> left = {recipe};
-  while (!left.empty()) {
-    const py::object each = std::move(left.back());
-    left.pop_back();
-    if (is_value(each) && found.insert(each.ptr()).second) {
-      const auto& operands = value_of(each).operands;
-      left.insert(left.end(), operands.begin(), operands.end());
-    }
+bool Derivation::is_untried(const py::object& recipe) const {
+  if (untried.empty()) {
+    return false;
   }
+  const auto found = with_all_behind(recipe);
+  return std::any_of(untried.begin(), untried.end(), [&](const auto& each) { return found.count(each.first.ptr()) > 0; });
+}
+
+void Derivation::keep_operands_of(const py::object& recipe) {
+  const auto found = with_all_behind(recipe);
   const auto is_other = [&](const py::object& value) { return found.count(value.ptr()) == 0; };
   untried.erase(
       std::remove_if(untried.begin(), untried.end(), [&](const auto& each) { return is_other(each.first); }), untried.end());

@@ -26,6 +26,9 @@ struct Derivation {
   Derivation* outer;
   static thread_local Derivation* current;
 
+  // Whether a recipe, or one that it follows from, is among the untried.
+  bool is_untried(const py::object& recipe) const;
+
   // Forgets what attempts that failed have left: a comparison of this recipe says nothing of it.
   void keep_operands_of(const py::object& recipe);
 };

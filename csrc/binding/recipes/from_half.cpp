@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "../dtypes.h"
+#include "computing.h"
 #include "derivation.h"
 #include "formulas.h"
 #include "fusion.h"
@@ -21,17 +22,20 @@ using torch::autograd::generated::AddBackward0;
 
 // Whether the sum may follow from it and what was added: if it is kept, or follows from a single kept tensor of its size. Of a
 // residual stream every second sum does; that all but one in three did would take half as much time again for a third less
-// memory.
-bool is_base_of(const Value& known, const at::Tensor& sum) {
+// memory. A recipe must have been verified, since an addend would make up for what is wrong with it, as long as it can.
+bool is_base_of(const py::object& object, const at::Tensor& sum) {
+  const Value& known = value_of(object);
   const auto has_its_size = [&](const py::object& root) { return value_of(root).sizes_of() == sum.sizes(); };
-  return known.dtype_of() == at::kFloat && known.sizes_of() == sum.sizes() &&
-         (!known.is_recipe() || std::count_if(known.roots.begin(), known.roots.end(), has_its_size) == 1);
+  return known.dtype_of() == at::kFloat && known.sizes_of() == sum.sizes() && known.depth < kMaxDepth &&
+         (!known.is_recipe() || std::count_if(known.roots.begin(), known.roots.end(), has_its_size) == 1) &&
+         !Derivation::current->is_untried(object);
 }
 
 std::optional<at::Tensor> addend_of(Step& step, const py::object& known, at::ScalarType dtype) {
   if (is_dry_run(step.hook)) {
     return at::empty_like(*step.tensor, step.tensor->options().dtype(dtype));
   }
+  const Computing computing;
   Value& value = value_of(known);
   // The hooks outside would have to give it back now.
   return value.follows_from_outside() ? std::nullopt : compute_addend(value, *step.tensor, dtype);
@@ -81,7 +85,7 @@ bool by_addend(Step& step, const py::object& formula, Value& recipe) {
     const auto dtype = c10::typeMetaToScalarType(meta.dtype());
     const bool is_added = is_half(dtype) && sizes_of(meta) == step.tensor->sizes();
     const py::object known = is_added ? operand(step, i, nullptr) : py::object();
-    if (!known || !is_base_of(value_of(known), *step.tensor)) {
+    if (!known || !is_base_of(known, *step.tensor)) {
       continue;
     }
     if (const auto addend = addend_of(step, known, dtype)) {

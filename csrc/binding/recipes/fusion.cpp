@@ -362,9 +362,13 @@ std::optional<at::Tensor> compute_addend(Value& value, const at::Tensor& sum, at
   }
   Value addend;
   addend.set_layout(dtype, sum.device(), sum.sizes(), sum.strides());
-  const py::object held = keep(sum);
-  const auto lowered = lower_instruction(addend, value, value_of(held), Opcode::addend, nullptr, /*force=*/true);
-  return lowered ? Run(*lowered)(/*needs_form=*/true) : std::nullopt;
+  const py::object of_sum = keep(sum);
+  const auto compute = [&](Value& from, bool needs_form) {
+    const auto lowered = lower_instruction(addend, from, value_of(of_sum), Opcode::addend, nullptr, /*force=*/true);
+    return lowered ? Run(*lowered)(needs_form) : std::nullopt;
+  };
+  auto result = compute(value, /*needs_form=*/true);
+  return result ? std::move(result) : compute(value_of(keep(value.tensor())), /*needs_form=*/false);
 }
 
 }  // namespace fastact::recipes

@@ -197,11 +197,13 @@ struct Shares {
 constexpr int kRows = 8;                                     // of each share that are read at once
 constexpr int kColumns = 16, kShares = kThreads / kColumns;  // of a block
 constexpr int kPiece = 16;                                   // bytes
-constexpr int kStages = 4;                                   // of which one is added up while the others are read
 
-// Such rows.
+// Such rows. The input's may be in a half type as well, which leaves half of each row empty.
+template <bool has_half_grad>
 struct alignas(kPiece) Stage {
-  float grad[kRows][kThreads], input[kRows][kThreads];  // of a half type, half of each row
+  static constexpr int kMany = has_half_grad ? 7 : 5;  // of which one is added up while the others are read: 45 KB at most
+
+  float grad[kRows][has_half_grad ? kThreads / 2 : kThreads], input[kRows][kThreads];
   float mean[kShares][kRows], rstd[kShares][kRows];
 };
 
@@ -210,21 +212,23 @@ class Copy {
  public:
   __device__ Copy(const LayerNormGradient& norm, const Shares& shares, const void* data, Element element)
       : is_float_(element == Element::float32), row_bytes_(norm.columns * (is_float_ ? 4 : 2)) {
-    const int pieces = kThreads * (is_float_ ? 4 : 2) / kPiece, of_share = pieces / kShares, piece = threadIdx.x % pieces;
-    const int share = blockIdx.y * kShares + piece / of_share, row = threadIdx.x / pieces;
-    const int offset = (blockIdx.x * of_share + piece % of_share) * kPiece;
-    to_ = row * kThreads + piece * (kPiece / 4);
-    from_ = static_cast<const char*>(data) + (int64_t{share} * shares.rows + row) * row_bytes_ + offset;
-    rows_ = offset < row_bytes_ && share < shares.many ? norm.rows - share * shares.rows - row : 0;
+    const int pieces = kThreads * (is_float_ ? 4 : 2) / kPiece, of_share = pieces / kShares;
+    piece_ = threadIdx.x % pieces;
+    row_ = threadIdx.x / pieces;
+    const int share = blockIdx.y * kShares + piece_ / of_share;
+    const int offset = (blockIdx.x * of_share + piece_ % of_share) * kPiece;
+    from_ = static_cast<const char*>(data) + (int64_t{share} * shares.rows + row_) * row_bytes_ + offset;
+    rows_ = offset < row_bytes_ && share < shares.many ? norm.rows - share * shares.rows - row_ : 0;
   }
 
-  __device__ void start(float (&rows)[kRows][kThreads]) const {
-    float* const to = rows[0] + to_;
+  template <int n>
+  __device__ void start(float (&rows)[kRows][n]) const {
+    float* const to = rows[row_] + piece_ * (kPiece / 4);
     if (0 < rows_) {
       __pipeline_memcpy_async(to, from_, kPiece);
     }
     if (is_float_ && kRows / 2 < rows_) {
-      __pipeline_memcpy_async(to + kRows / 2 * kThreads, from_ + kRows / 2 * row_bytes_, kPiece);
+      __pipeline_memcpy_async(to + kRows / 2 * n, from_ + kRows / 2 * row_bytes_, kPiece);
     }
   }
 
@@ -237,12 +241,12 @@ class Copy {
   const bool is_float_;
   const int64_t row_bytes_;
   const char* from_;
-  int to_, rows_;  // how many there still are
+  int piece_, row_, rows_;  // how many there still are
 };
 
 // A thread's numbers of a stage.
-template <class T>
-__device__ void read(const float (&rows)[kRows][kThreads], Element element, float (&to)[kRows]) {
+template <class T, int n>
+__device__ void read(const float (&rows)[kRows][n], Element element, float (&to)[kRows]) {
   if (element == Element::float32) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -256,16 +260,17 @@ __device__ void read(const float (&rows)[kRows][kThreads], Element element, floa
   }
 }
 
-template <class T>
+template <class T, bool has_half_grad>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const LayerNormGradient norm, const Shares shares) {
-  __shared__ Stage stages[kStages];
+  constexpr int many = Stage<has_half_grad>::kMany;
+  __shared__ Stage<has_half_grad> stages[many];
   Copy of_grads(norm, shares, norm.grad, norm.grad_element), of_inputs(norm, shares, norm.input, norm.input_element);
   // Each thread also copies a mean or an rstd.
   const bool has_mean = threadIdx.x < kThreads / 2;
   const int row_of_share = threadIdx.x % kRows, its_share = threadIdx.x / kRows % kShares;
   int64_t its_row = int64_t{blockIdx.y * kShares + its_share} * shares.rows + row_of_share;
   const auto start = [&](int turn, int rows) {
-    Stage& stage = stages[turn % kStages];
+    Stage<has_half_grad>& stage = stages[turn % many];
     of_grads.start(stage.grad);
     of_inputs.start(stage.input);
     if (its_row < norm.rows) {
@@ -284,18 +289,18 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const LayerNormGradient n
   const int column = blockIdx.x * kColumns + threadIdx.x % kColumns, share_of_block = threadIdx.x / kColumns;
   const int share = blockIdx.y * kShares + share_of_block;
   float of_grad = 0, of_product = 0;
-  for (int turn = 0; turn < kStages - 1; ++turn) {
+  for (int turn = 0; turn < many - 1; ++turn) {
     start(turn, step(turn));
   }
   const int turns = ((norm.rows - 1) / (shares.many * shares.rows) + 1) * in_share;
   int rows = norm.rows - share * shares.rows;  // how many there still are
   for (int turn = 0; turn < turns; ++turn) {
-    __pipeline_wait_prior(kStages - 2);
+    __pipeline_wait_prior(many - 2);
     __syncthreads();
-    start(turn + kStages - 1, step(turn + kStages - 1));
-    const Stage& stage = stages[turn % kStages];
+    start(turn + many - 1, step(turn + many - 1));
+    const Stage<has_half_grad>& stage = stages[turn % many];
     float grad[kRows], input[kRows], mean[kRows], rstd[kRows];
-    read<T>(stage.grad, norm.grad_element, grad);
+    read<T>(stage.grad, has_half_grad ? norm.grad_element : Element::float32, grad);
     read<T>(stage.input, norm.input_element, input);
     move<kRows>(stage.mean[share_of_block], mean);
     move<kRows>(stage.rstd[share_of_block], rstd);
@@ -362,7 +367,8 @@ void start(const LayerNormGradient& norm, const Shares& shares, Stream stream) {
   if (!norm.sums) {
     return;
   }
-  sum_kernel<T><<<dim3(ceil_div(norm.columns, kColumns), ceil_div(shares.many, kShares)), kThreads, 0, stream>>>(norm, shares);
+  const auto sum = norm.grad_element == Element::float32 ? sum_kernel<T, false> : sum_kernel<T, true>;
+  sum<<<dim3(ceil_div(norm.columns, kColumns), ceil_div(shares.many, kShares)), kThreads, 0, stream>>>(norm, shares);
   if (!shares.are_results) {
     add_up_kernel<T><<<dim3(ceil_div(norm.columns, kWarp), 2), dim3(kWarp, shares.many), 0, stream>>>(norm);
   }

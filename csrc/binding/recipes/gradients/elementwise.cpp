@@ -111,7 +111,11 @@ std::optional<at::Tensor> by_program(
   if (factor.kind == Factor::Kind::power) {  // an op of its own, which lays out dimensions of size 1 anew
     strides = elementwise_strides(grad.sizes(), strides, strides);
   }
-  strides = elementwise_strides(grad.sizes(), grad.strides(), strides);
+  const bool is_dropout = factor.kind == Factor::Kind::mask;  // whose op has strides of its own
+  if (is_dropout && grad.strides() != at::IntArrayRef(c10::contiguous_strides(grad.sizes()))) {
+    return std::nullopt;
+  }
+  strides = is_dropout ? at::DimVector(grad.strides()) : elementwise_strides(grad.sizes(), grad.strides(), strides);
   if (!agree(grad.sizes(), strides, *strides_of_saved)) {
     return std::nullopt;  // elements in two orders: what was saved, once written, is read faster
   }
@@ -133,9 +137,8 @@ std::optional<at::Tensor> by_program(
     multiplier = recipe(formulas().multiply, {multiplier, py::float_(factor.number)}, {}, of_saved);
   }
   const Objects scales = {py::float_(factor.number), py::float_(factor.number)};  // a GPU's, and the CPU's
-  py::object gradient = factor.kind == Factor::Kind::mask
-                            ? recipe(formulas().dropout, {keep(grad), saved}, scales, of_product)
-                            : recipe(formulas().multiply, {multiplier, keep(grad)}, {}, of_product);
+  py::object gradient = is_dropout ? recipe(formulas().dropout, {keep(grad), saved}, scales, of_product)
+                                   : recipe(formulas().multiply, {multiplier, keep(grad)}, {}, of_product);
   if (dtype != of_product) {
     gradient = recipe(formulas().cast, {gradient}, {dtype_object(dtype)}, dtype);
   }
