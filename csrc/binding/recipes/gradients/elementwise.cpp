@@ -142,7 +142,7 @@ std::optional<at::Tensor> by_program(
   if (dtype != of_product) {
     gradient = recipe(formulas().cast, {gradient}, {dtype_object(dtype)}, dtype);
   }
-  return compute_fused(value_of(gradient), is_trial, /*needs_form=*/!is_trial);
+  return compute_fused(value_of(gradient), /*force=*/is_trial || is_dropout, /*needs_form=*/!is_trial);
 }
 
 // What decides whether a program gives the ops' bits, beside the numbers: the factor, the dtypes of the incoming gradient, of
