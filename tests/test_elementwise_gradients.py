@@ -511,7 +511,8 @@ def test_dropout_by_packed_bits(shape, dtype, p, is_summed):
             found = torch.autograd.grad(loss, net.leaves())
         for one, other in zip(found, expected, strict=True):
             assert is_identical(one, other) and one.stride() == other.stride()
-    assert "aten::native_dropout_backward" not in {event.name for event in profiler.events()}
+    is_in_vectors = net.x.numel() % 4 == 0  # any other is interpreted, which takes longer
+    assert ("aten::native_dropout_backward" in {event.name for event in profiler.events()}) != is_in_vectors
 
 
 @pytest.mark.cuda

@@ -1,8 +1,8 @@
 // Layer norm's gradients: a pass over the rows, for that of the input, and one over the columns, for those of weight and bias.
 //
-// One H200, 16384 x 768, input in float32: 80 us, ATen's 123; the gradient in bfloat16: 74 us, ATen's with the cast 163. The
-// first pass runs at the rate of a copy, the second at 0.5 to 0.8 of it: the more rows each sum has, the more it waits for the
-// last one.
+// One H200, 16384 x 768, input in float32, with four stages of rows read ahead (there are more now): 80 us, ATen's 123; the
+// gradient in bfloat16: 74 us, ATen's with the cast 163. The first pass runs at the rate of a copy, the second at 0.5 to 0.8 of
+// it: the more rows each sum has, the more it waits for the last one.
 #include "../layer_norm.h"
 
 #include <cuda_pipeline.h>
