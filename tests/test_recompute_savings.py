@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import sys
 import threading
 import weakref
 
@@ -447,6 +448,24 @@ def test_a_stream_that_nobody_has_saved_is_searched_once(monkeypatch):
 def _saves_a_recipe(output):
     (saved,) = output.grad_fn._raw_saved_tensors
     return saved.data.is_recipe
+
+
+def test_a_linear_layer_without_bias_calls_no_python():
+    """Its output is a view of a matrix product, as are grouped queries' keys that were expanded, for which there is a rule."""
+    linear, called = nn.Linear(64, 64, bias=False), []
+
+    def called_in(frame, event, argument):
+        if event == "call":
+            called.append(frame.f_code.co_filename)
+
+    x = torch.randn(8, 32, 64)
+    with recompute():
+        y = linear(x)
+        sys.setprofile(called_in)
+        z = F.silu(y)
+        sys.setprofile(None)
+    assert z.requires_grad and y.grad_fn.name() == "UnsafeViewBackward0"
+    assert not any("activations_cuda" in name for name in called)
 
 
 def test_what_does_not_follow_yet_may_follow_later():

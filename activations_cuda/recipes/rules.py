@@ -162,10 +162,10 @@ def expanded(step: Step) -> Result:
     saved.
     """
     clone = step.node if step.node.name() == "CloneBackward0" else step.node.next_functions[0][0]
-    expand = clone and clone.name() == "CloneBackward0" and clone.next_functions[0][0]
-    if step.tensor is None or not expand or expand.name() != "ExpandBackward0":
+    expand: Any = clone and clone.next_functions[0][0]
+    if step.tensor is None:
         raise Underivable
-    sizes, before = (*expand._input_metadata[0].shape,), expand._saved_self_sym_sizes  # type: ignore[attr-defined]
+    sizes, before = (*expand._input_metadata[0].shape,), expand._saved_self_sym_sizes
     _check_factor(math.prod(before), math.prod(sizes))
     first = (*(slice(1),) * (len(sizes) - len(before)), *map(slice, before))
     part = step.part(lambda tensor: tensor.reshape(sizes)[first].contiguous())
@@ -256,7 +256,7 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     ),
     # casts and copies
     "ToCopyBackward0": unsaved(torch.Tensor.to, DTYPE),
-    "CloneBackward0": OpRule(formulas.same, (None,), otherwise=expanded),
+    "CloneBackward0": OpRule(formulas.same, (None,), otherwise=expanded, behind=("ExpandBackward0",)),
     "AliasBackward0": unsaved(formulas.same),
     "CatBackward0": OpRule(formulas.cat, None, ("dim",)),
     "StackBackward0": OpRule(formulas.stack, None, ("dim",)),
@@ -301,7 +301,9 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "AdaptiveMaxPool3DBackward0": pooled(formulas.max_pool3d, dims=3),
     # views in the middle of a chain; one that is saved itself is its base and a geometry
     "ViewBackward0": unsaved(torch.reshape, SHAPE),
-    "UnsafeViewBackward0": OpRule(torch.reshape, (None,), (SHAPE,), otherwise=expanded),
+    "UnsafeViewBackward0": OpRule(
+        torch.reshape, (None,), (SHAPE,), otherwise=expanded, behind=("CloneBackward0", "ExpandBackward0")
+    ),
     "ReshapeAliasBackward0": unsaved(torch.reshape, SHAPE),
     "SqueezeBackward0": unsaved(torch.reshape, SHAPE),
     "SqueezeBackward1": unsaved(torch.reshape, SHAPE),

@@ -42,9 +42,10 @@ class OpRule:
         when: the name of what must be true.
         contiguous: names of saved tensors that must be contiguous on the CPU, where the op rounds otherwise if they aren't.
         otherwise: a rule for where ``when`` is false, an operand isn't known, or no formula fits.
+        behind: names of the nodes that must be behind this one, each the first behind the one before, for ``otherwise``.
     """
 
-    __slots__ = ("arguments", "contiguous", "convert", "formula", "operands", "otherwise", "saved", "when")
+    __slots__ = ("arguments", "behind", "contiguous", "convert", "formula", "operands", "otherwise", "saved", "when")
 
     def __init__(
         self,
@@ -56,8 +57,9 @@ class OpRule:
         when: str | None = None,
         contiguous: tuple[str, ...] = (),
         otherwise: Callable[["Step"], Result] | None = None,
+        behind: tuple[str, ...] = (),
     ) -> None:
-        self.formula, self.convert, self.otherwise = formula, convert, otherwise
+        self.formula, self.convert, self.otherwise, self.behind = formula, convert, otherwise, behind
         self.operands = None if operands is None else tuple(map(_as_packed, operands))
         self.saved = tuple(map(_as_packed, saved))
         self.contiguous = tuple(map(_as_packed, contiguous))

@@ -275,6 +275,9 @@ struct OpRule {
     for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("contiguous"))) {
       contiguous.push_back(name.ptr());
     }
+    for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("behind"))) {
+      behind.push_back(name.ptr());
+    }
     for (const py::handle name : py::reinterpret_borrow<py::tuple>(rule.attr("arguments"))) {
       arguments.push_back(name.ptr());
       is_of_each_output |= name.is(from_python().output_nr);
@@ -289,7 +292,7 @@ struct OpRule {
   py::object rule, formula, when, otherwise, convert;  // the first owns the names
   bool is_joined, is_of_each_output = false;
   std::vector<Operand> operands;
-  std::vector<PyObject*> contiguous, arguments;
+  std::vector<PyObject*> contiguous, arguments, behind;
 };
 
 const OpRule& op_of(const py::object& rule) {
@@ -312,6 +315,15 @@ bool is_strided(Step& step, PyObject* name) {
   const auto strides = value_of(data).strides_of();
   const at::IntArrayRef sizes = value_of(data).sizes_of();
   return !strides || !agree(sizes, *strides, c10::contiguous_strides(sizes));
+}
+
+// Whether a rule's `otherwise` may do: Python is called for few of the many linear layers whose output is a view.
+bool may_do_otherwise(const torch::autograd::Node& node, const OpRule& rule) {
+  const auto* each = &node;
+  return !rule.otherwise.is_none() && std::all_of(rule.behind.begin(), rule.behind.end(), [&](PyObject* name) {
+    each = each->num_outputs() > 0 ? each->next_edge(0).function.get() : nullptr;
+    return each && name_of(*each).equal(py::handle(name));
+  });
 }
 
 // By a rule that is an OpRule.
@@ -473,7 +485,7 @@ py::object derive(Step step) {
   if (const auto& node = *step.node; !result && typeid(node) == typeid(AddBackward0)) {
     result = made([&](Value& recipe) { return by_addend(step, op.formula, recipe); });
   }
-  return result || op.otherwise.is_none() ? result : by(op.otherwise);
+  return result || !may_do_otherwise(*step.node, op) ? result : by(op.otherwise);
 }
 
 bool is_dry_run(py::handle hook) {
