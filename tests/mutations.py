@@ -216,7 +216,7 @@ ON = {
         Mutant("a single channel is a plane", BATCH_NORM, "plane > 1 && tensor.stride(1) == 1 ? 0", "false ? 0"),
         Mutant("a norm that others read", ANSWERS, "next.use_count() == (has_saved ? 3 : 2) && ", ""),
         Mutant("a hook that comes during the pass", ANSWERS, " && python.ref_count() == kHoldersOfWrapper", ""),
-        Mutant("hooks miss a gradient", ANSWERS, "node.pre_hooks().size() > 1 || node.post_hooks().size() > 1", "false"),
+        Mutant("hooks miss a gradient", ANSWERS, "node.pre_hooks().size() > 1 || node.post_hooks().size() > post_hooks", "false"),
         Mutant("hooks on the norm's output", ANSWERS, "next.tensor_pre_hooks().empty() && ", ""),
         Mutant(
             "hooks outside asked twice",
@@ -272,7 +272,7 @@ ON = {
         Mutant(
             "hooks on a cast",
             CASTS,
-            "!cast->pre_hooks().empty() || !cast->post_hooks().empty() ||",
+            "has_hooks(*cast) ||",
             "",
         ),
         Mutant("a gradient that others have", CASTS, "is_alone(grad) &&", ""),
@@ -306,8 +306,8 @@ ON = {
         ),
         Mutant("a group norm's statistics that have gradients", GROUP_NORM, " || has_others", ""),
         Mutant("a clone that others have", CASTS, " && (!clone || passes_unnoticed(*clone))", ""),
-        Mutant("hooks on a clone", CASTS, "is_watched ? nullptr : ", ""),
-        Mutant("hooks on a smooth node", CASTS, "node_.pre_hooks().size() > 1 || !node_.post_hooks().empty()", "false"),
+        Mutant("hooks on a clone", CASTS, "is_watched(*clone) ? nullptr : ", ""),
+        Mutant("hooks on a smooth node", CASTS, "is_watched(node_, /*post_hooks=*/0)", "false"),
         Mutant("a layout that others see", NORMS, " && passes_unnoticed(node, /*has_saved=*/true)", ""),
         Mutant(
             "a part's first block of the part before", CUDA_JOIN, "blocks_before <= blockIdx.x", "blocks_before < blockIdx.x"

@@ -45,13 +45,20 @@ bool are_ops_seen() {
 }
 
 bool may_answer(const Node& node, const at::Tensor& grad) {
-  const bool is_watched = node.pre_hooks().size() > 1 || node.post_hooks().size() > 1;
-  return grad.defined() && is_plain(grad) && !is_watched && !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
-         !are_ops_seen();
+  return grad.defined() && is_plain(grad) && !is_watched(node) && !at::GradMode::is_enabled() &&
+         !c10::InferenceMode::is_enabled() && !are_ops_seen();
+}
+
+bool has_hooks(const Node& node) {
+  return !node.pre_hooks().empty() || !node.post_hooks().empty();
+}
+
+bool is_watched(const Node& node, size_t post_hooks) {
+  return node.pre_hooks().size() > 1 || node.post_hooks().size() > post_hooks;
 }
 
 bool is_hooked(Node& node) {
-  return !node.tensor_pre_hooks().empty() || !node.pre_hooks().empty() || !node.post_hooks().empty();
+  return !node.tensor_pre_hooks().empty() || has_hooks(node);
 }
 
 bool is_alone(const at::Tensor& grad) {

@@ -28,7 +28,10 @@ bool are_ops_seen();
 // Whether a hook may compute a node's results, of which nobody but the node would notice. Not while there are tangents.
 bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
 
-// Whether anybody, this library's hooks included, sees what the node is given or gives.
+// Whether a node has hooks, this library's included; whether it has others besides a pre-hook and so many post-hooks of this
+// library; and whether anybody, this library's hooks included, sees what it is given or gives.
+bool has_hooks(const torch::autograd::Node& node);
+bool is_watched(const torch::autograd::Node& node, size_t post_hooks = 1);
 bool is_hooked(torch::autograd::Node& node);
 
 // Whether the gradient is all that holds its memory, which is PyTorch's, so that nobody else reads or writes it. What Python
@@ -89,7 +92,7 @@ class PostHook : public torch::autograd::FunctionPostHook {
 
 template <class Hook, class AnyNode>
 void add_hooks(AnyNode& node) {
-  if (node.pre_hooks().empty() && node.post_hooks().empty()) {
+  if (!has_hooks(node)) {
     auto hook = std::make_unique<Hook>(node);
     node.add_post_hook(std::make_unique<PostHook>(node, *hook));
     node.add_pre_hook(std::move(hook));

@@ -24,8 +24,7 @@ class SmoothPreHook : public PreHook {
   bool takes_half() const override { return true; }
 
   variable_list operator()(const variable_list& grads) override {
-    const bool is_watched = node_.pre_hooks().size() > 1 || !node_.post_hooks().empty();
-    return is_watched ? decline(node_, grads) : grads;
+    return is_watched(node_, /*post_hooks=*/0) ? decline(node_, grads) : grads;
   }
 
  private:
@@ -77,11 +76,10 @@ at::ScalarType half_of_cast_before(Node& node) {
   Node* before = node.next_edge(0).function.get();
   Node* const clone = before && hook_of<ClonePreHook>(*before) ? before : nullptr;
   if (clone) {
-    const bool is_watched = clone->pre_hooks().size() > 1 || clone->post_hooks().size() > 1;
-    before = is_watched ? nullptr : clone->next_edge(0).function.get();
+    before = is_watched(*clone) ? nullptr : clone->next_edge(0).function.get();
   }
   const auto* const cast = as<ToCopyBackward0>(before);
-  if (!cast || dtype_of_output(node) != at::kFloat || !cast->pre_hooks().empty() || !cast->post_hooks().empty() ||
+  if (!cast || dtype_of_output(node) != at::kFloat || has_hooks(*cast) ||
       cast->self_options.device() != node.input_metadata(0).device()) {
     return at::ScalarType::Undefined;
   }
@@ -113,7 +111,7 @@ void add_cast_hooks(Node& node) {
     return;
   }
   add_cat_hooks(*before);
-  if (is_smooth_with_instruction(*before) && before->pre_hooks().empty() && before->post_hooks().empty()) {
+  if (is_smooth_with_instruction(*before) && !has_hooks(*before)) {
     before->add_pre_hook(std::make_unique<SmoothPreHook>(*before));
   }
   if (takes_half_gradient(*before)) {
