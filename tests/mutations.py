@@ -216,7 +216,7 @@ ON = {
         Mutant("a single channel is a plane", BATCH_NORM, "plane > 1 && tensor.stride(1) == 1 ? 0", "false ? 0"),
         Mutant("a norm that others read", ANSWERS, "next.use_count() == (has_saved ? 3 : 2) && ", ""),
         Mutant("a hook that comes during the pass", ANSWERS, " && python.ref_count() == kHoldersOfWrapper", ""),
-        Mutant("hooks miss a gradient", ANSWERS, "node.pre_hooks().size() > 1 || node.post_hooks().size() > post_hooks", "false"),
+        Mutant("hooks miss a gradient", ANSWERS, "node.pre_hooks().size() > 1 ||", "false &&"),
         Mutant("hooks on the norm's output", ANSWERS, "next.tensor_pre_hooks().empty() && ", ""),
         Mutant(
             "hooks outside asked twice",
