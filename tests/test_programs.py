@@ -499,17 +499,20 @@ def test_what_a_shared_sum_reads_is_computed_once():
     assert [event.name for event in profiler.events()].count("aten::upsample_bilinear2d") == 1
 
 
-def test_an_embedding_whose_norm_others_read_is_looked_up_once():
-    """By the norm's readers and the embedding's: a program of the norm would read no more than its output, but not at once."""
-    embedding, norm = nn.Embedding(99, 64), nn.LayerNorm(64)
+@pytest.mark.parametrize("op", ["embedding", "cat"])
+def test_what_an_op_computes_for_several_is_computed_once(op):
+    """E.g. for an embedding's readers and a norm's behind it: a program of the norm would read no more than its output, but
+    not at once.
+    """
+    weight, norm = nn.Parameter(torch.randn(99, 64)), nn.LayerNorm(64)
     tokens = torch.randint(99, (16, 24))
     for _ in range(2):  # the first step tries formulas
         with recompute():
-            shared = embedding(tokens) * 1.5
+            shared = (F.embedding(tokens, weight) if op == "embedding" else torch.cat([weight, weight])) * 1.5
             loss = (Keep.apply(shared) + Keep.apply(F.relu(norm(shared)))).sum()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             loss.backward()
-    assert [event.name for event in profiler.events()].count("aten::embedding") == 1
+    assert [event.name for event in profiler.events()].count(f"aten::{op}") == 1
 
 
 @pytest.mark.parametrize("readers", [3, 6])

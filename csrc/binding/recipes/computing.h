@@ -39,7 +39,7 @@ class TorchFunction {
   const State before_ = Tls::get_disabled_state();
 };
 
-// While a tensor is packed, values are read only to verify recipes. The hooks around the scope then get their tensor back,
+// While a tensor is packed, values are read to verify recipes. The hooks around the scope then get their tensor back,
 // because those that offload asynchronously return each one once.
 struct Packing {
   Packing() : outer(current) { current = this; }

@@ -357,7 +357,7 @@ std::optional<at::Tensor> compute_gradient(
 }
 
 std::optional<at::Tensor> compute_addend(Value& value, const at::Tensor& sum, at::ScalarType dtype) {
-  if (!has_kernels(sum.device())) {
+  if (!has_kernels(sum.device()) || (sum.is_cpu() && flushes_subnormals())) {
     return std::nullopt;
   }
   Value addend;

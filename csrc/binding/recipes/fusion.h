@@ -27,7 +27,7 @@ std::optional<at::Tensor> compute_gradient(
 // several, any. None if no program computes that.
 std::optional<at::Tensor> compute_addend(Value& value, const at::Tensor& sum, at::ScalarType dtype);
 
-// A copy in a dtype and in strides that are dense; contiguous; or laid out as `to` does. Into another order of dimensions,
+// A copy in a dtype and in these strides; contiguous; or laid out as `to` does. Into another order of dimensions,
 // repeated, or of a part of a tensor PyTorch's on a GPU takes twice a copy's time.
 at::Tensor copy_of(const at::Tensor& tensor, at::ScalarType dtype, at::IntArrayRef strides);
 at::Tensor contiguous(const at::Tensor& tensor);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -17,6 +18,13 @@ namespace {
 // Whether a leaf's tensor is kept, or is or will be remembered.
 bool is_there(const Lowered::Leaf& leaf) {
   return !leaf.value || leaf.is_bits || !leaf.value->is_recipe() || leaf.value->remembers() || leaf.value->readers > 1;
+}
+
+bool is_view(const Value& recipe) {
+  const Formulas& known = formulas();
+  const py::object* const views[] = {&known.reshape, &known.expand, &known.transpose, &known.permute, &known.same};
+  return recipe.formula.is(known.as_strided) ||
+         std::any_of(std::begin(views), std::end(views), [&](const auto* view) { return recipe.formula.is(*view); });
 }
 
 // Lowers one recipe.
@@ -113,7 +121,7 @@ class Lowering {
   }
 
   // Appends it if it can be part of this program and is better so. If it has other readers, it is computed once for all of
-  // them, unless to compute it here costs no more than to load it, or it is passed over.
+  // them, unless computing it here costs no more than loading it, or it is passed over.
   bool try_inline(const Value& reader, Value& value) {
     if (!can_be_inlined(reader, value) || ++attempts_ > kMaxAttempts) {
       return false;
@@ -131,12 +139,11 @@ class Lowering {
     return false;
   }
 
-  // Whether what was appended since reads at most one tensor of the output's size, and no op, as an embedding, has to compute
-  // that once more.
+  // Whether what was appended since reads at most one tensor of the output's size, and no op, as an embedding or a
+  // concatenation, has to compute that once more.
   bool is_as_cheap_to_read(const Lowering& before) const {
     const auto is_at_hand = [](const Lowered::Leaf& leaf) {
-      return is_there(leaf) || leaf.value->sizes_of() != at::IntArrayRef(leaf.reader->sizes) ||
-             facts_of(leaf.value->formula).is_movement;
+      return is_there(leaf) || leaf.value->sizes_of() != at::IntArrayRef(leaf.reader->sizes) || is_view(*leaf.value);
     };
     const auto& leaves = lowered_.leaves;
     return dense_ <= before.dense_ + 1 && std::all_of(leaves.begin() + before.lowered_.leaves.size(), leaves.end(), is_at_hand);

@@ -201,7 +201,7 @@ constexpr int kPiece = 16;                                   // bytes
 // Such rows. The input's may be in a half type as well, which leaves half of each row empty.
 template <bool has_half_grad>
 struct alignas(kPiece) Stage {
-  static constexpr int kMany = has_half_grad ? 7 : 5;  // of which one is added up while the others are read: 45 KB at most
+  static constexpr int kMany = has_half_grad ? 7 : 5;  // of which one is added up while the others are read: 46.6 KB at most
 
   float grad[kRows][has_half_grad ? kThreads / 2 : kThreads], input[kRows][kThreads];
   float mean[kShares][kRows], rstd[kShares][kRows];

@@ -28,10 +28,13 @@ bool are_ops_seen();
 // Whether a hook may compute a node's results, of which nobody but the node would notice. Not while there are tangents.
 bool may_answer(const torch::autograd::Node& node, const at::Tensor& grad);
 
-// Whether a node has hooks, this library's included; whether it has others besides a pre-hook and so many post-hooks of this
-// library; and whether anybody, this library's hooks included, sees what it is given or gives.
+// Whether a node has hooks of its own, this library's included.
 bool has_hooks(const torch::autograd::Node& node);
+
+// Whether it has others than this library's, which are a pre-hook and so many post-hooks.
 bool is_watched(const torch::autograd::Node& node, size_t post_hooks = 1);
+
+// Whether anybody, this library's hooks included, sees what the node is given or gives.
 bool is_hooked(torch::autograd::Node& node);
 
 // Whether the gradient is all that holds its memory, which is PyTorch's, so that nobody else reads or writes it. What Python

@@ -105,9 +105,6 @@ std::optional<at::Tensor> by_program(
     return std::nullopt;
   }
   at::DimVector strides(*strides_of_saved);
-  if (factor.kind == Factor::Kind::mask && !grad.is_contiguous()) {
-    return std::nullopt;  // of a layout of the op's own
-  }
   if (factor.kind == Factor::Kind::power) {  // an op of its own, which lays out dimensions of size 1 anew
     strides = elementwise_strides(grad.sizes(), strides, strides);
   }
@@ -145,8 +142,8 @@ std::optional<at::Tensor> by_program(
   return compute_fused(value_of(gradient), /*force=*/is_trial || is_dropout, /*needs_form=*/!is_trial);
 }
 
-// What decides whether a program gives the ops' bits, beside the numbers: the factor, the dtypes of the incoming gradient, of
-// what was saved and of the result, and the device.
+// What decides whether a program gives the ops' bits, beside the numbers: the factor, but for dropout's scale, the dtypes of
+// the incoming gradient, of what was saved and of the result, and the device.
 using FactorConfiguration =
     std::tuple<Factor::Kind, double, Opcode, at::ScalarType, at::ScalarType, at::ScalarType, c10::DeviceIndex>;
 
@@ -162,9 +159,10 @@ py::object some_saved(const Factor& factor, at::TensorOptions options) {
 // Whether it does, as found when such a gradient was first wanted.
 bool fits(const Factor& factor, const at::Tensor& grad, at::ScalarType of_saved, at::ScalarType dtype) {
   static auto& verdicts = *new Verdicts<FactorConfiguration>();
-  const at::Device device = grad.device();  // the CPU's index is -1
-  const FactorConfiguration configuration = {factor.kind, factor.number, factor.opcode, grad.scalar_type(),
-                                             of_saved,    dtype,         device.index()};
+  const at::Device device = grad.device();                                      // the CPU's index is -1
+  const double number = factor.kind == Factor::Kind::mask ? 0 : factor.number;  // of which there may be one for each step
+  const FactorConfiguration configuration = {factor.kind, number, factor.opcode, grad.scalar_type(),
+                                             of_saved,    dtype,  device.index()};
   return verdicts.find(configuration, device, [&] {
     const at::Tensor some_grad = all_numbers(grad.options(), Order::first);
     const py::object saved = some_saved(factor, grad.options().dtype(of_saved));
