@@ -265,6 +265,7 @@ ON = {
             "__fmaf_rn(grad[vector][i], count * weight[vector][i], -projected)",
             "(grad[vector][i] * (count * weight[vector][i]) - projected)",
         ),
+        Mutant("an addend for all of a vector", CUDA_RECIPES, "addend<T>(x_[u][i], sum[i])", "addend<T>(x_[u][i], sum[0])"),
         Mutant("dropout's scale", ELEMENTWISE, "1 / (1 - p)", "1 / p"),
         Mutant("dropout scales in evaluation", ELEMENTWISE, "!dropout->train.value_or(false) ? 1 : ", ""),
         Mutant(

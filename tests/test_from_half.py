@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from activations_cuda import _C, memory_report, recompute
 from activations_cuda.recipes.rules import RULES, op
 from activations_cuda.recipes.verification import is_identical
-from recomputing import Keep, Scope, compare, same_with_scope
+from recomputing import Keep, Scope, bytes_of, compare, same_with_scope
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
 
@@ -217,6 +217,31 @@ def test_hooks_around_the_scope_get_whole_sums(device):
 
     same_with_scope(run)
     assert given
+
+
+def test_sums_that_somebody_holds_stay_as_well(device):
+    """E.g. who collects hidden states: beside them, what was added takes memory of its own."""
+    model, loss_of = stream("norm before", device=device), loss_under(torch.bfloat16, device)
+    sums = []
+    for block in model[1:]:
+        block.register_forward_hook(lambda module, inputs, output: sums.append(output.detach()))
+
+    def held(scope):
+        sums.clear()
+        with scope:
+            loss = loss_of(model)
+        assert loss.requires_grad
+        return bytes_of([*scope.tensors(), *sums])
+
+    for _ in range(2):  # the first finds out which formulas fit
+        collected = held(Scope())
+    saved = bytes_of(sums)
+    sums.clear()
+    with Scope() as scope:
+        loss = loss_of(model)
+    sums.clear()
+    alone = scope.bytes()
+    assert loss.requires_grad and alone + saved // 7 * 3 == collected
 
 
 def test_passes_that_make_graphs(device):
