@@ -479,7 +479,7 @@ def test_what_is_copied_into_other_strides_is_copied_in_rows():
         for _ in range(2):  # the first step tries formulas
             with Scope() as scope:
                 heads = Keep.apply(x.to(dtype)).clone()
-                loss = (Keep.apply(heads) * Keep.apply(heads.transpose(1, 2).contiguous()).transpose(1, 2)).sum()
+                loss = Keep.apply(heads).sum() + Keep.apply(heads.transpose(1, 2).contiguous()).sum()  # no other kernel's
             assert scope.count[True] >= 1
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 loss.backward()
@@ -513,6 +513,22 @@ def test_what_an_op_computes_for_several_is_computed_once(op):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             loss.backward()
     assert [event.name for event in profiler.events()].count(f"aten::{op}") == 1
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, :64], lambda x: x.view(64, 2, 64).select(1, 0)], ids=["slice", "select"])
+def test_what_follows_from_a_view_is_computed_by_each_reader(view):
+    """Which reads no more than to remember it would."""
+    x, remembered = nn.Parameter(torch.randn(64, 128)), []
+    for _ in range(2):  # the first step tries formulas
+        with Scope() as scope:
+            shared = view(x) * 1.5
+            loss = Keep.apply(shared).sum()  # read last
+            y = F.relu(shared)
+            loss = loss + Keep.apply(y).sum()
+        (value,) = (value for value in scope.values() if value.source == "MulBackward0")
+        y.register_hook(lambda grad, value=value: remembered.append(value.remembers))
+        loss.backward()
+    assert value.readers == 2 and remembered[-1] is False
 
 
 @pytest.mark.parametrize("readers", [3, 6])

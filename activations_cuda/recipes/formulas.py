@@ -188,6 +188,7 @@ class Facts:
         is_tabulated: whether it is a function of one number: half types have so few that a table holds them all.
         is_movement: whether its elements are its operands'. So a float32 tensor that came from a half type can be moved before
             it is cast.
+        is_view: whether it mostly copies nothing.
         varies: whether on the CPU its bits differ between vectors and single elements, and so with the layout, or between the
             formula and its program; or a function of its arguments that says so.
     """
@@ -196,6 +197,7 @@ class Facts:
     program: tuple[Instruction, ...] | None = None
     is_tabulated: bool = False
     is_movement: bool = False
+    is_view: bool = False
     varies: bool | Callable[..., bool] = False
 
 
@@ -215,6 +217,7 @@ def is_no_product(exponent=None):
 RELU = (instruction("clamp", 0.0, float("inf")),)
 HARDTANH = (instruction("clamp", argument(0), argument(1)),)
 MOVEMENT = Facts(is_movement=True)
+VIEW = Facts(is_movement=True, is_view=True)
 TABULATED = Facts(is_tabulated=True)
 VARIES = Facts(varies=True)
 TABULATED_VARIES = Facts(is_tabulated=True, varies=True)
@@ -277,7 +280,7 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     ),
     # casts and copies
     torch.Tensor.to: Facts(program=()),
-    same: Facts(program=(), is_movement=True),
+    same: Facts(program=(), is_movement=True, is_view=True),
     cat: MOVEMENT,
     stack: MOVEMENT,
     torch.roll: MOVEMENT,
@@ -303,11 +306,11 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     aten.upsample_bilinear2d: VARIES,
     aten.upsample_trilinear3d: VARIES,
     # views
-    torch.reshape: MOVEMENT,
-    torch.Tensor.expand: MOVEMENT,
-    torch.transpose: MOVEMENT,
-    torch.t: MOVEMENT,
-    torch.permute: MOVEMENT,
-    torch.select: MOVEMENT,
-    aten.slice: MOVEMENT,
+    torch.reshape: VIEW,
+    torch.Tensor.expand: VIEW,
+    torch.transpose: VIEW,
+    torch.t: VIEW,
+    torch.permute: VIEW,
+    torch.select: VIEW,
+    aten.slice: VIEW,
 }

@@ -22,7 +22,6 @@ namespace fastact::recipes {
 namespace {
 
 using torch::autograd::CopySlices;
-using torch::autograd::generated::AddBackward0;
 using torch::autograd::generated::AsStridedBackward0;
 
 // Called for a recipe that is given up: its operands lose a reader.
@@ -479,11 +478,8 @@ py::object derive(Step step) {
     return {};
   }
   py::object result = made([&](Value& recipe) { return by_op(step, op, recipe); });
-  if (!result && (is_cast(*step.node) || is_clone(*step.node))) {
-    result = made([&](Value& recipe) { return by_downcast(step, recipe); });
-  }
-  if (const auto& node = *step.node; !result && typeid(node) == typeid(AddBackward0)) {
-    result = made([&](Value& recipe) { return by_addend(step, op.formula, recipe); });
+  if (!result && may_come_from_half(step)) {
+    result = made([&](Value& recipe) { return by_half(step, op.formula, recipe); });
   }
   return result || !may_do_otherwise(*step.node, op) ? result : by(op.otherwise);
 }

@@ -78,6 +78,7 @@ void set_facts(const py::dict& facts) {
     }
     known.is_tabulated = py::cast<bool>(each.attr("is_tabulated"));
     known.is_movement = py::cast<bool>(each.attr("is_movement"));
+    known.is_view = py::cast<bool>(each.attr("is_view"));
     known.varies = each.attr("varies");
     known_facts()[formula.ptr()] = std::move(known);
   }

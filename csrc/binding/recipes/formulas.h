@@ -34,7 +34,7 @@ struct FormulaInstruction {
 struct Facts {
   py::object formula, in_place;  // the latter may be null
   std::optional<std::vector<FormulaInstruction>> program;
-  bool is_tabulated = false, is_movement = false;
+  bool is_tabulated = false, is_movement = false, is_view = false;
   py::object varies;  // True, False or a function of the formula's arguments
 
   // Whether on the CPU its bits depend on the layout.

@@ -20,6 +20,19 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::generated::AddBackward0;
 
+// The half type of what an edge leads to, unless that is a leaf, or undefined.
+at::ScalarType half_behind(const Edge& edge) {
+  if (!edge.function || is_leaf(edge)) {
+    return at::ScalarType::Undefined;
+  }
+  const auto dtype = c10::typeMetaToScalarType(edge.function->input_metadata(edge.input_nr).dtype());
+  return is_half(dtype) ? dtype : at::ScalarType::Undefined;
+}
+
+bool is_sum(const torch::autograd::Node& node) {
+  return typeid(node) == typeid(AddBackward0);
+}
+
 // Whether the sum may follow from it and what was added: if it is kept, or follows from a single kept tensor of its size. So of
 // a residual stream every second sum is kept. To keep only every third would save a third more memory, but take half as much
 // time again. A recipe must have been verified, since an addend would make up for what is wrong with it, as long as it can.
@@ -41,22 +54,16 @@ std::optional<at::Tensor> addend_of(Step& step, const py::object& known, at::Sca
   return value.follows_from_outside() ? std::nullopt : compute_addend(value, *step.tensor, dtype);
 }
 
-}  // namespace
-
+// A cast from a half type. Or its clone, as group norm makes one of what is channels-last.
 bool by_downcast(Step& step, Value& recipe) {
   const bool is_of_clone = is_clone(*step.node);
   const NodePointer& cast = is_of_clone ? step.node->next_edge(0).function : step.node;
   if (!cast || !is_cast(*cast)) {
     return false;
   }
-  const torch::autograd::Edge& edge = cast->next_edge(0);
-  if (!step.tensor || step.tensor->scalar_type() != at::kFloat || step.tensor->_version() > 0 || !edge.function ||
-      is_leaf(edge)) {
-    return false;
-  }
-  const auto& source = edge.function->input_metadata(edge.input_nr);
-  const auto dtype = c10::typeMetaToScalarType(source.dtype());
-  if (!is_half(dtype) || source.device() != step.tensor->device()) {
+  const Edge& edge = cast->next_edge(0);
+  const at::ScalarType dtype = half_behind(edge);
+  if (!is_half(dtype) || edge.function->input_metadata(edge.input_nr).device() != step.tensor->device()) {
     return false;
   }
   const at::NoGradGuard no_grad;
@@ -71,24 +78,21 @@ bool by_downcast(Step& step, Value& recipe) {
   return true;
 }
 
+// A sum of something that is known and a tensor in a half type, as a residual stream under autocast. What was added is found
+// anew, as far as it shows in the sum: all that is kept follows from the sum and what is known.
 bool by_addend(Step& step, const py::object& formula, Value& recipe) {
-  const auto& add = static_cast<const AddBackward0&>(*step.node);
-  if (!step.tensor || step.tensor->scalar_type() != at::kFloat || step.tensor->_version() > 0 || !add.alpha.equal(1)) {
+  if (!static_cast<const AddBackward0&>(*step.node).alpha.equal(1)) {
     return false;
   }
   for (const size_t i : {0, 1}) {
     const Edge& edge = step.node->next_edge(1 - i);
-    if (!edge.function || is_leaf(edge)) {
+    const at::ScalarType dtype = half_behind(edge);
+    if (!is_half(dtype) || sizes_of(edge.function->input_metadata(edge.input_nr)) != step.tensor->sizes()) {
       continue;
     }
-    const auto& meta = edge.function->input_metadata(edge.input_nr);
-    const auto dtype = c10::typeMetaToScalarType(meta.dtype());
-    const bool is_added = is_half(dtype) && sizes_of(meta) == step.tensor->sizes();
-    const py::object known = is_added ? operand(step, i, nullptr) : py::object();
-    if (!known || !is_base_of(known, *step.tensor)) {
-      continue;
-    }
-    if (const auto addend = addend_of(step, known, dtype)) {
+    const py::object known = operand(step, i, nullptr);
+    const auto addend = known && is_base_of(known, *step.tensor) ? addend_of(step, known, dtype) : std::nullopt;
+    if (addend) {
       const py::object kept = keep(*addend, name_of(*edge.function), attribute(step.hook, NAME("outer")));
       recipe.formula = formula;
       recipe.operands = i == 0 ? Objects{known, kept} : Objects{kept, known};
@@ -97,6 +101,17 @@ bool by_addend(Step& step, const py::object& formula, Value& recipe) {
     }
   }
   return false;
+}
+
+}  // namespace
+
+bool may_come_from_half(const Step& step) {
+  return step.tensor && step.tensor->scalar_type() == at::kFloat && step.tensor->_version() == 0 &&
+         (is_cast(*step.node) || is_clone(*step.node) || is_sum(*step.node));
+}
+
+bool by_half(Step& step, const py::object& formula, Value& recipe) {
+  return is_sum(*step.node) ? by_addend(step, formula, recipe) : by_downcast(step, recipe);
 }
 
 }  // namespace fastact::recipes

@@ -6,15 +6,11 @@
 
 namespace fastact::recipes {
 
-// Each of the following gives a recipe its formula, operands and arguments. False where it can't.
+// Whether a step's tensor may be one: it was cast from a half type, is a clone, or a sum, and wasn't written to since.
+bool may_come_from_half(const Step& step);
 
-// A tensor that was cast from a half type which nobody kept: it goes back to that without loss. Or its clone, as group norm
-// makes one of what is channels-last.
-bool by_downcast(Step& step, Value& recipe);
-
-// A sum, by `formula`, of something that is known and a tensor in a half type which nobody kept, as a residual stream under
-// autocast. What was added is found anew, as far as it shows in the sum: all that is kept follows from the sum and what is
-// known.
-bool by_addend(Step& step, const py::object& formula, Value& recipe);
+// Gives its recipe the formula, operands and arguments, where nobody kept what is in the half type: of what was cast that goes
+// back to it without loss; of a sum, by `formula`, what was added. False where it can't.
+bool by_half(Step& step, const py::object& formula, Value& recipe);
 
 }  // namespace fastact::recipes

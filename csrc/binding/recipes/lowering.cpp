@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -18,13 +17,6 @@ namespace {
 // Whether a leaf's tensor is kept, or is or will be remembered.
 bool is_there(const Lowered::Leaf& leaf) {
   return !leaf.value || leaf.is_bits || !leaf.value->is_recipe() || leaf.value->remembers() || leaf.value->readers > 1;
-}
-
-bool is_view(const Value& recipe) {
-  const Formulas& known = formulas();
-  const py::object* const views[] = {&known.reshape, &known.expand, &known.transpose, &known.permute, &known.same};
-  return recipe.formula.is(known.as_strided) ||
-         std::any_of(std::begin(views), std::end(views), [&](const auto* view) { return recipe.formula.is(*view); });
 }
 
 // Lowers one recipe.
@@ -143,7 +135,8 @@ class Lowering {
   // concatenation, has to compute that once more.
   bool is_as_cheap_to_read(const Lowering& before) const {
     const auto is_at_hand = [](const Lowered::Leaf& leaf) {
-      return is_there(leaf) || leaf.value->sizes_of() != at::IntArrayRef(leaf.reader->sizes) || is_view(*leaf.value);
+      return is_there(leaf) || leaf.value->sizes_of() != at::IntArrayRef(leaf.reader->sizes) ||
+             facts_of(leaf.value->formula).is_view || leaf.value->formula.is(formulas().as_strided);
     };
     const auto& leaves = lowered_.leaves;
     return dense_ <= before.dense_ + 1 && std::all_of(leaves.begin() + before.lowered_.leaves.size(), leaves.end(), is_at_hand);

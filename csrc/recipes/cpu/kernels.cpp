@@ -55,39 +55,33 @@ void run_instruction(
     const Program& program, const Instruction& instruction, int64_t begin, int64_t end, float* x, float* stashed,
     float (&given)[Instruction::kMaxReferences][kBlock]) {
   const int64_t n = end - begin;
-  const auto look_up = [&](const Program::Operand& table) {
-    with_element(table.element, [&](auto zero) {
-      using scalar_t = decltype(zero);
-      if constexpr (sizeof(scalar_t) == 2) {
+  // Replaces each element by function(zero, i), with a zero of a half type.
+  const auto replace = [&](Element half, const auto& function) {
+    with_element(half, [&](auto zero) {
+      if constexpr (sizeof(zero) == 2) {
         for (int64_t i = 0; i < n; ++i) {
-          x[i] = static_cast<float>(static_cast<const scalar_t*>(table.data)[bits_of<scalar_t>(x[i])]);
+          x[i] = function(zero, i);
         }
       }
+    });
+  };
+  const auto look_up = [&](const Program::Operand& table) {
+    replace(table.element, [&](auto zero, int64_t i) {
+      using scalar_t = decltype(zero);
+      return static_cast<float>(static_cast<const scalar_t*>(table.data)[bits_of<scalar_t>(x[i])]);
     });
   };
   const auto differentiate = [&] {
     load(program, program.operand[instruction.reference[0].operand], begin, end, given[0]);
     const auto* factors = static_cast<const float*>(program.operand[instruction.reference[1].operand].data);
-    with_element(instruction.rounded_to, [&](auto zero) {
-      using scalar_t = decltype(zero);
-      if constexpr (sizeof(scalar_t) == 2) {
-        for (int64_t i = 0; i < n; ++i) {
-          const float* factor = factors + 2 * bits_of<scalar_t>(x[i]);
-          x[i] = scaled(given[0][i], factor[0], factor[1]);
-        }
-      }
+    replace(instruction.rounded_to, [&](auto zero, int64_t i) {
+      const float* factor = factors + 2 * bits_of<decltype(zero)>(x[i]);
+      return scaled(given[0][i], factor[0], factor[1]);
     });
   };
   const auto find_addend = [&] {
     load(program, program.operand[instruction.reference[0].operand], begin, end, given[0]);
-    with_element(instruction.rounded_to, [&](auto zero) {
-      using scalar_t = decltype(zero);
-      if constexpr (sizeof(scalar_t) == 2) {
-        for (int64_t i = 0; i < n; ++i) {
-          x[i] = addend<scalar_t>(x[i], given[0][i]);
-        }
-      }
-    });
+    replace(instruction.rounded_to, [&](auto zero, int64_t i) { return addend<decltype(zero)>(x[i], given[0][i]); });
   };
   with_opcode(instruction.opcode, [&](auto opcode) {
     if constexpr (opcode.value == Opcode::stash) {
