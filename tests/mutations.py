@@ -177,6 +177,7 @@ ON = {
         Mutant("the last block is left out", DEVICES, "(n + unit - 1) / unit", "n / unit"),
         Mutant("a thread begins one late", DEVICES, "kernel(first * unit,", "kernel(first * unit + (first > 0),"),
         Mutant("an input of its neighbor's number", CPU_LOOKUP, "of_group.get(i)", "of_group.get(0)"),
+        Mutant("a lock that a fork leaves held", TABLES, "[] { new (&making) std::mutex; }", "[] {}"),
         Mutant("the tail is not decoded", CPU_LOOKUP, "i < end; ++i) {\n        x[", "i + 1 < end; ++i) {\n        x["),
         Mutant("hardsigmoid: a sixth as on CUDA", ACTIVATIONS, "return x / T(6);", "return x * T(1.0f / 6.0f);"),
     ],

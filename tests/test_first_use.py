@@ -73,7 +73,7 @@ def test_first_use_by_many_threads_and_after_a_fork(row):
 @pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="the sanitizer's own allocator may be locked in a fork")
 def test_a_fork_while_another_thread_makes_the_tables(row):
     """The child has the lock's state and not the thread that holds it. The same is true of PyTorch's own locks, which the
-    thread doesn't hold here: a generator's, oneDNN's, and those of what an op sets up when it first runs."""
+    thread doesn't hold here: a generator's, oneDNN's, a tensor's, and those of what an op sets up when it first runs."""
     if row.name == "gelu":
         pytest.skip("PyTorch computes it by oneDNN, which locks its cache")
     run(f"""
@@ -81,18 +81,21 @@ def test_a_fork_while_another_thread_makes_the_tables(row):
         from family import HALF_TYPES, SMOOTH
         row = SMOOTH[{SMOOTH.index(row)}]
         torch.set_num_threads(1)
-        first, second = (torch.ones(64, dtype=dtype, requires_grad=True) for dtype in HALF_TYPES)
-        row(first)
-        def use():
-            row(second)
-        thread = threading.Thread(target=use)
+        def use(activation, dtype):
+            activation(torch.ones(64, dtype=dtype, requires_grad=True))
+        first, second = HALF_TYPES
+        use(row, first)
+        for other in SMOOTH:  # so that every op that makes tables has run, whichever a dtype needs
+            if other.name not in ("gelu", row.name):
+                use(other, first), use(other, second)
+        thread = threading.Thread(target=use, args=(row, second))
         thread.start()
         children = []
         while thread.is_alive() and len(children) < 4:
             time.sleep(0.02)
             child = os.fork()
             if child == 0:
-                use()
+                use(row, second)
                 os._exit(0)
             children.append(child)
         thread.join()
