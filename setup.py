@@ -247,6 +247,7 @@ def extension(name, sources, root, libraries=(), library_dirs=(), link_args=()):
         define_macros=[
             ("FASTACT_VERSION", f'"{VERSION}"'),
             ("AT_PER_OPERATOR_HEADERS", None),  # or PyTorch's headers bring in each of its ops
+            ("NDEBUG", None),  # as PyTorch is built, whose RecordFunction is laid out by it
             *([("FASTACT_CUDA", None)] if cuda else []),
         ],
         extra_compile_args=copy.deepcopy(COMPILE_ARGS),  # to which BuildExtension adds

@@ -10,6 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from activations_cuda import _C
 from activations_cuda.arguments import unwrapped
 from activations_cuda.dry_run import call_on_fakes, name_of_ours, own_storages, run_copy, running_module, storages_of
 from activations_cuda.recipes.hook import Hook, unpack
@@ -65,8 +66,12 @@ class ScopeSurvey:
                 first.setdefault(StorageWeakRef(storage), running())
             return value
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), _OutOfPlace():
-            output = model(*args, **kwargs)
+        _C.recipes.enter_scope(observes=True)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), _OutOfPlace():
+                output = model(*args, **kwargs)
+        finally:
+            _C.recipes.exit_scope()
         kept = {}
         for reference, size, module in values:
             if (value := reference()) is not None:

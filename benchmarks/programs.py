@@ -106,6 +106,15 @@ def gradient_of_cube(x):
     return recipe(wide, torch.mul, recipe(wide, torch.mul, square, 3.0), torch.randn_like(wide))
 
 
+def factor_of_gelu(x):
+    """As transformers composes it under autocast, which computes powers in float32."""
+    wide = torch.empty_like(x, dtype=torch.float32)
+    cube = recipe(wide, torch.pow, recipe(wide, torch.Tensor.to, x, arguments=(torch.float32,)), arguments=(3.0,))
+    inner = recipe(wide, formulas.add, x, recipe(wide, torch.mul, cube, 0.044715), arguments=(1,))
+    tanh = recipe(wide, torch.tanh, recipe(wide, torch.mul, inner, 0.7978845608028654))
+    return recipe(wide, formulas.add, tanh, 1.0, arguments=(1,))
+
+
 # What each makes of a tensor, and the bytes of an element that it reads and writes.
 FORMS = {
     "batch norm, 96 channels": (lambda: images(96), batch_norm, 4),
@@ -143,6 +152,7 @@ FORMS = {
     ),
     "of a gate: batch norm, SiLU, gradient": (lambda: images(96), gradient_of_gate, 6),
     "of a cube in float32: cast, square, gradient": (lambda: numbers(ELEMENTS // 1024, 1024), gradient_of_cube, 10),
+    "GELU of several ops, in float32: 1 + tanh": (lambda: numbers(ELEMENTS // 1024, 1024), factor_of_gelu, 6),
     "gradient of SiLU after batch norm": (lambda: images(96), batch_norm, 6),
     "gradient of SiLU in float32": (lambda: images(96).float(), batch_norm, 12),
     "interpreted: norm, product, ReLU6": (

@@ -55,6 +55,7 @@ RECOMPUTE_TESTS = [
     "test_softmax_gradients.py",
     "test_cat_gradients.py",
     "test_from_half.py",
+    "test_scalars.py",
     "test_rules.py",
     "test_partial.py",
     "test_distributed.py",
@@ -124,6 +125,7 @@ CPU_MASKS = "csrc/recipes/cpu/masks.cpp"
 HOOK = "csrc/binding/recipes/hook.cpp"
 DERIVATION = "csrc/binding/recipes/derivation.cpp"
 FROM_HALF = "csrc/binding/recipes/from_half.cpp"
+SCALARS = "csrc/binding/recipes/scalars.cpp"
 OPERANDS = "csrc/binding/recipes/operands.cpp"
 CALLS = "csrc/binding/recipes/calls.cpp"
 LEAVES = "csrc/binding/recipes/leaves.cpp"
@@ -547,6 +549,11 @@ RECOMPUTE = [
     Mutant("an addend makes up for a wrong formula", FROM_HALF, "!Derivation::current->is_untried(object);", "true;"),
     Mutant("an addend under autocast", FROM_HALF, "  const Computing computing;\n  Value& value", "  Value& value"),
     Mutant("every sum by an addend", FROM_HALF, "has_its_size) == 1)", "has_its_size) >= 1)"),
+    Mutant("another node's number", SCALARS, "sum.sequence_nr == node.sequence_nr()", "true"),
+    Mutant(
+        "a number of the sum before", SCALARS, "if (observed.sums && is_sum", "if (number_in(function.inputs()[1]) && is_sum"
+    ),
+    Mutant("ops are observed for nothing", SCALARS, "(observes || is_wanted)", "true"),
     Mutant("an addend of what is elsewhere", FROM_HALF, "value.follows_from_outside() ?", "false ?"),
     Mutant("the gradient of a part that others read", CAT, "passes_unnoticed(node_, /*has_saved=*/false, i)", "true"),
     Mutant("the gradient of a part that hooks see", CAT, "!is_hooked(*next) &&", ""),

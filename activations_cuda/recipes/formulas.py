@@ -90,6 +90,10 @@ def sub(self, other, alpha):
     return torch.sub(self, other, alpha=alpha)
 
 
+def rsub(self, other, alpha):
+    return torch.rsub(self, other, alpha=alpha)
+
+
 def add_(self, other, alpha):
     return self.add_(other, alpha=alpha)
 
@@ -265,6 +269,7 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     # arithmetic
     add: Facts(in_place=add_, program=(instruction("add", operand(1), argument(0)),), varies=is_scaled),
     sub: Facts(in_place=sub_, varies=is_scaled),
+    rsub: Facts(varies=is_scaled),
     torch.mul: Facts(in_place=torch.Tensor.mul_, program=(instruction("multiply", operand(1)),)),
     torch.div: Facts(in_place=torch.Tensor.div_),
     torch.pow: Facts(program=(instruction("power", argument(0)),), is_tabulated=True, varies=is_no_product),

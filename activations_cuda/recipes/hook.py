@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, programs
 from activations_cuda.recipes.rules import RULES, RULES_WITH_CONVOLUTIONS
-from activations_cuda.recipes.step import DTYPE, OUTPUT_NR, SHAPE, NothingYet, OpRule, Step, Underivable
+from activations_cuda.recipes.step import DTYPE, NUMBER, OUTPUT_NR, SHAPE, NothingYet, OpRule, Step, Underivable
 from activations_cuda.recipes.verification import Candidates, is_identical, is_of_handler, log, verify
 
 unpack = _C.recipes.unpack
@@ -149,4 +149,5 @@ _C.recipes.set_up(
     shape=SHAPE,
     dtype=DTYPE,
     output_nr=OUTPUT_NR,
+    number=NUMBER,
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, norms
-from activations_cuda.recipes.step import DTYPE, OUTPUT_NR, SHAPE, OpRule, Result, Step, Underivable
+from activations_cuda.recipes.step import DTYPE, NUMBER, OUTPUT_NR, SHAPE, OpRule, Result, Step, Underivable
 
 aten = torch.ops.aten
 
@@ -219,8 +219,10 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "NativeGroupNormBackward0": norms.GROUP_NORM,
     "FusedRmsNormBackward0": norms.rms_norm,
     # arithmetic
-    "AddBackward0": unsaved(formulas.add, "alpha", operands=2),
-    "SubBackward0": unsaved(formulas.sub, "alpha", operands=2),
+    "AddBackward0": op(formulas.add, "alpha", operands=(None, NUMBER)),
+    "SubBackward0": op(formulas.sub, "alpha", operands=(None, NUMBER)),
+    "RsubBackward0": op(formulas.rsub, "alpha", operands=(None, NUMBER)),
+    "RsubBackward1": op(formulas.rsub, "alpha", operands=(None, NUMBER)),
     "MulBackward0": binary(torch.mul),
     "MulBackward1": by_scalar(torch.mul),
     "DivBackward0": binary(torch.div),

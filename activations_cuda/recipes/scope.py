@@ -98,6 +98,7 @@ class recompute:
             if hook is not None:
                 _C.recipes.set_sharding(*sharding())
                 _autograd._push_saved_tensors_default_hooks(hook.pack, unpack)
+                _C.recipes.enter_scope()
             _entered.hooks.append(hook)
         return self
 
@@ -108,6 +109,7 @@ class recompute:
             raise RuntimeError("recompute: expected a scope to end in the thread in which it began")
         hook = _entered.hooks.pop()
         if hook is not None:
+            _C.recipes.exit_scope()
             _autograd._pop_saved_tensors_default_hooks()
             report()
             if hook.mismatch is not None and error is None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 SHAPE, DTYPE, OUTPUT_NR = "shape of the output", "dtype of the output", "index of the output"
+NUMBER = "tensor or number"
 
 
 class Underivable(Exception):
@@ -33,8 +34,9 @@ class OpRule:
 
     Args:
         formula: what computes the output.
-        operands: of the op, by the names under which the node saves them (None: it doesn't, and the graph must tell); or None
-            for all of an op that joins any number of them along a dimension, its first argument.
+        operands: of the op, by the names under which the node saves them (None: it doesn't, and the graph must tell; NUMBER:
+            nor a number in its place, which was noted when a sum was called); or None for all of an op that joins any number of
+            them along a dimension, its first argument.
         arguments: names of what else it is given, under which the node saves it; also SHAPE, DTYPE and OUTPUT_NR. Without the
             last it is the rule of the first output alone: others are mostly statistics or indices.
         saved: names of other tensors that the node saved, which are operands of the formula too.
@@ -69,7 +71,7 @@ class OpRule:
 
 def _as_packed(name):
     """The attribute that is a saved tensor as hooks have packed it."""
-    return name and "_raw_saved_" + name
+    return name if name in (None, NUMBER) else "_raw_saved_" + name
 
 
 class Step:

@@ -17,6 +17,7 @@
 #include "gradients/gradients.h"
 #include "joined.h"
 #include "leaves.h"
+#include "scalars.h"
 
 namespace fastact::recipes {
 namespace {
@@ -264,7 +265,8 @@ struct OpRule {
         is_joined(rule.attr("operands").is_none()) {
     const auto add_operands = [&](const py::object& names, bool have_edges) {
       for (const py::handle name : py::reinterpret_borrow<py::tuple>(names)) {
-        operands.push_back({name.is_none() ? nullptr : name.ptr(), have_edges});
+        const bool may_be_number = name.is(from_python().number);
+        operands.push_back({name.is_none() || may_be_number ? nullptr : name.ptr(), have_edges, may_be_number});
       }
     };
     if (!is_joined) {
@@ -285,7 +287,7 @@ struct OpRule {
 
   struct Operand {
     PyObject* name;  // under which the node saves it, or null
-    bool has_edge;
+    bool has_edge, may_be_number;
   };
 
   py::object rule, formula, when, otherwise, convert;  // the first owns the names
@@ -335,8 +337,12 @@ bool by_op(Step& step, const OpRule& rule, Value& recipe) {
   }
   recipe.formula = rule.formula;
   for (size_t i = 0; i < rule.operands.size(); ++i) {
-    const auto& [saved_as, has_edge] = rule.operands[i];
-    recipe.operands.push_back(has_edge ? operand(step, i, saved_as) : saved(step, saved_as));
+    const auto& [saved_as, has_edge, may_be_number] = rule.operands[i];
+    const bool is_number = may_be_number && (i >= step.node->num_outputs() || !step.node->next_edge(i).function);
+    recipe.operands.push_back(
+        is_number  ? scalar_of(*step.node)
+        : has_edge ? operand(step, i, saved_as)
+                   : saved(step, saved_as));
     if (!recipe.operands.back()) {
       return false;
     }

@@ -15,6 +15,7 @@
 #include "joined.h"
 #include "leaves.h"
 #include "masks.h"
+#include "scalars.h"
 
 namespace fastact::recipes {
 namespace {
@@ -77,6 +78,8 @@ void add_settings(py::module_& module) {
   module.def("set_smallest", &set_smallest);
   module.def("set_sharding", [](bool has_fsdp2, bool may_have_fsdp1) { set_sharding({has_fsdp2, may_have_fsdp1}); });
   module.def("begin_scope", &begin_scope);
+  module.def("enter_scope", &enter_scope, py::arg("observes") = false);
+  module.def("exit_scope", &exit_scope);
   module.def("pack_hook", &pack_hook);
   module.attr("unpack") = unpack_hook();
 }
@@ -135,6 +138,7 @@ void add_verification(py::module_& module) {
 void add_for_tests(py::module_& module) {
   module.attr("opcodes") = opcodes();
   module.def("packed_masks", &packed_masks);
+  module.def("observes_ops", &observes_ops);
   module.def("unpack_mask", [] { return formulas().unpack_mask; });
   module.def("gradient", [](const py::object& recipe, py::handle grad, const std::string& opcode) {
     return wrapped_or_none(compute_gradient(value_of(recipe), THPVariable_Unpack(grad.ptr()), opcode_of(opcode)));

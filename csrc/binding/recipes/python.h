@@ -42,7 +42,8 @@ struct FromPython {
         table(given["table"]),
         shape(given["shape"]),
         dtype(given["dtype"]),
-        output_nr(given["output_nr"]) {}
+        output_nr(given["output_nr"]),
+        number(given["number"]) {}
 
   py::object op_rule;      // the class of the rules that are data
   py::object candidates;   // the class of what stands for one of several formulas
@@ -56,6 +57,7 @@ struct FromPython {
   py::object failed;                   // (tensor, error): whether to raise it after all
   py::object table;                    // (formula, arguments, dtype, like) -> the table of a function of one number, or None
   py::object shape, dtype, output_nr;  // what stands among a rule's arguments for the output's own
+  py::object number;                   // and among its operands for a tensor or a number
 };
 
 // Set when activations_cuda.recipes is imported.

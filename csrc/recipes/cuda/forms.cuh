@@ -148,6 +148,7 @@ bool start_common(const Program& program, Stream stream) {
              Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
              Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
              Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,
+             Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh, Add<number>>,
              Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh, TanhGradient>,
              Form<2, two, LoadAny, Power, Multiply<number>, Multiply<dense_any>>,  // gradients of a cube
              Form<2, two, LoadAny, Multiply<number>, Multiply<row>>,               // of a mean of squares

@@ -1,0 +1,19 @@
+// The numbers that ops add, as 1 in 1 + x. No gradient needs them, so autograd's nodes don't save them: within a scope they are
+// noted as the ops are called, once a recipe has lacked one.
+#pragma once
+
+#include "python.h"
+
+namespace fastact::recipes {
+
+// Called when a scope begins and ends in this thread. `observes`: from its first op on.
+void enter_scope(bool observes);
+void exit_scope();
+
+// Whether ops are being observed in this thread, for tests.
+bool observes_ops();
+
+// The number that the op which made a node has added or subtracted; null if it was a tensor, or isn't known.
+py::object scalar_of(const torch::autograd::Node& node);
+
+}  // namespace fastact::recipes
