@@ -551,7 +551,10 @@ RECOMPUTE = [
     Mutant("every sum by an addend", FROM_HALF, "has_its_size) == 1)", "has_its_size) >= 1)"),
     Mutant("another node's number", SCALARS, "sum.sequence_nr == node.sequence_nr()", "true"),
     Mutant(
-        "a number of the sum before", SCALARS, "if (observed.sums && is_sum", "if (number_in(function.inputs()[1]) && is_sum"
+        "the number of a sum before",
+        SCALARS,
+        "    observed.sums->of(sequence_nr) = {sequence_nr, number_in(function.inputs()[1])};",
+        "    if (auto number = number_in(function.inputs()[1])) observed.sums->of(sequence_nr) = {sequence_nr, number};",
     ),
     Mutant("ops are observed for nothing", SCALARS, "(observes || is_wanted)", "true"),
     Mutant("an addend of what is elsewhere", FROM_HALF, "value.follows_from_outside() ?", "false ?"),
