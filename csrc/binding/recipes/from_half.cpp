@@ -87,7 +87,7 @@ bool by_addend(Step& step, const py::object& formula, Value& recipe) {
   for (const size_t i : {0, 1}) {
     const Edge& edge = step.node->next_edge(1 - i);
     const at::ScalarType dtype = half_behind(edge);
-    if (!is_half(dtype) || step.tensor->sizes() != sizes_of(edge.function->input_metadata(edge.input_nr))) {
+    if (!is_half(dtype) || at::IntArrayRef(sizes_of(edge.function->input_metadata(edge.input_nr))) != step.tensor->sizes()) {
       continue;
     }
     const py::object known = operand(step, i, nullptr);
