@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -112,10 +113,10 @@ def convert(
 
     Called with the inputs of the model's forward pass, ``convert(model, x, mask=mask)``, it runs that pass once on a copy of
     the model and on fake tensors, finds out which layers save which tensors, and converts exactly those calls whose conversion
-    lowers what autograd saves. The pass takes about a second and needs no GPU and no memory; if it fails on fake tensors, e.g.
-    because it depends on values, it runs on copies of the parameters. It reaches modules of any class whose forward calls one
-    of PyTorch's activations, as a function or as a method. Training mode, frozen parameters and autocast are taken as they are
-    at the call.
+    lowers what autograd saves. The pass takes about a second and needs no GPU and little memory; if it fails on fake tensors,
+    e.g. because it depends on values, it runs on copies of the parameters. It reaches modules of any class whose forward calls
+    one of PyTorch's activations, as a function or as a method. Training mode, frozen parameters and autocast are taken as they
+    are at the call.
 
     Without inputs, modules of exactly the default ``classes`` below are converted, except LeakyReLU in place: like ReLU, it
     saves its output, which the next layer usually saves too.
@@ -137,14 +138,14 @@ def convert(
         recompute: whether the model's forward runs within :func:`recompute`, for training loops that aren't yours to edit, or a
             scope, whose options are used and whose model is ignored:
             ``recompute=activations_cuda.recompute(convolutions=True)``. Later calls of ``convert`` keep it, until
-            :func:`revert`. All smooth activations are converted then: their outputs are recomputed, and in place they don't
-            copy their input.
+            :func:`revert`. All smooth activations are converted then, without inputs all modules of them: their outputs are
+            recomputed, and in place they don't copy their input.
         keyword_inputs: keyword arguments of the forward pass.
 
     Returns:
         The model. What was converted, what was left alone and why, is logged in one line (logger ``activations_cuda``, level
-        INFO), or printed if nothing handles logs; where nothing pays, it is a warning. :func:`converted` counts the modules,
-        :func:`memory_report` lists them.
+        INFO), or printed if nothing handles logs; where nothing is converted, it is a warning. :func:`converted` counts the
+        modules, :func:`memory_report` lists them.
 
     Raises:
         TypeError: not a module, a scripted one, with inputs an FSDP1-wrapped one, inputs that the model's forward doesn't take,
@@ -168,10 +169,10 @@ def convert(
         considered = frozenset(map(FUNCTIONS.__getitem__, OURS if named is None else named))
         found = Survey(model, args, kwargs, considered, in_scope)
         functions, lines = found.converts(), summary(found.decisions())
-        are_candidates = not all(call.is_ours for call in found.calls)
+        are_all_ours = bool(found.calls) and all(call.is_ours for call in found.calls)
     else:
         functions, lines = _chosen_by_class(model, named, in_scope)
-        are_candidates = False
+        are_all_ours = False
     if named and not functions:
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
@@ -186,7 +187,7 @@ def convert(
         lines.append(f"{whose} within recompute()")
     modules = {*functions, *scoped}
     kinds = {module: class_for(module, functions.get(module, frozenset()), scoped.get(module)) for module in modules}
-    is_in_vain = are_candidates and not functions and not in_scope
+    is_in_vain = not functions and not in_scope and not are_all_ours and named is None
     if is_in_vain:  # before anything changes: it may be an error
         warnings.warn(f"convert: nothing to convert: {'; '.join(lines)}", stacklevel=2)
     _apply(model, kinds, anew=bool(surveyed or options))
@@ -207,7 +208,7 @@ def _chosen_by_class(model, named, in_scope):
     if functions:
         return functions, [f"{_counted(original_of(type(module)) for module in functions)} converted"]
     if not activations:
-        return functions, ["no activation module to convert: pass example inputs to reach functions"]
+        return functions, ["no activation module: pass example inputs to reach functions"]
     if named is not None and (kinds := [kind for module in activations if (kind := original_of(type(module))) in named]):
         patched = sorted({FUNCTIONS[kind] for kind in kinds if is_patched(FUNCTIONS[kind])})
         reason = f"torch.nn.functional.{patched[0]} was replaced" if patched else "a forward of its own was set"
@@ -220,8 +221,9 @@ def _say(message, *arguments):
     """To whatever handles logs, or else to stderr."""
     if log.hasHandlers():
         log.info(message, *arguments)
-    elif log.level <= logging.INFO and not log.disabled and log.manager.disable < logging.INFO:
-        print(f"activations_cuda.{message % arguments}", file=sys.stderr)
+    elif sys.stderr and log.level <= logging.INFO and not log.disabled and log.manager.disable < logging.INFO:
+        with suppress(OSError, ValueError):  # it is closed
+            print(f"activations_cuda.{message % arguments}", file=sys.stderr)
 
 
 FROZEN_AT_FIRST = gc.get_freeze_count()  # Python 3.12 starts with some

@@ -70,21 +70,24 @@ def name_of_ours(func: Any) -> str:
     return name.partition(".")[0] if package == "fastact" else ""
 
 
-def overload_of(func: Any, args: Any, kwargs: Any) -> str:
-    """The name of the overload of one of this package's ops that is called."""
+def overload_and_arguments(func: Any, args: Any, kwargs: Any) -> tuple[str, dict[str, Any]]:
+    """The name of the overload of one of this package's ops that is called, and its arguments by their names, defaults too."""
     if isinstance(func, torch._ops.OpOverloadPacket):
-        return torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs)
-    return func._overloadname
+        func = getattr(func, torch._C._jit_resolve_packet(func._qualified_op_name, *args, **kwargs))
+    names = [argument.name for argument in func._schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()}
+    return func._overloadname, defaults | dict(zip(names, args, strict=False)) | kwargs
 
 
 def call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
     """One of this package's ops, out of place, such that it saves of fake tensors what it saves of real ones."""
-    name, overload = name_of_ours(func).removesuffix("_"), overload_of(func, args, kwargs)
+    name = name_of_ours(func).removesuffix("_")
+    overload, given = overload_and_arguments(func, args, kwargs)
     with_mask = getattr(torch.ops.fastact, name + "_with_mask", None)
     if with_mask is not None:
         with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are left to PyTorch's op
-            return getattr(with_mask, overload)(*args, **kwargs)[0]
-    return getattr(getattr(torch.ops.fastact, name), overload)(*args, **kwargs)
+            return getattr(with_mask, overload)(**given)[0]
+    return getattr(getattr(torch.ops.fastact, name), overload)(**given)
 
 
 @contextmanager
@@ -94,7 +97,7 @@ def _randomness_unchanged(tensors):
     with torch.random.fork_rng(devices), ExitStack() as states:
         states.callback(random.setstate, random.getstate())
         if of_numpy := sys.modules.get("numpy.random"):
-            states.callback(of_numpy.set_state, of_numpy.get_state())
+            states.callback(of_numpy.set_state, of_numpy.get_state(legacy=False))
         yield
 
 

@@ -12,7 +12,15 @@ from torch.overrides import TorchFunctionMode
 
 from activations_cuda import _C
 from activations_cuda.arguments import unwrapped
-from activations_cuda.dry_run import call_on_fakes, name_of_ours, own_storages, run_copy, running_module, storages_of
+from activations_cuda.dry_run import (
+    call_on_fakes,
+    name_of_ours,
+    overload_and_arguments,
+    own_storages,
+    run_copy,
+    running_module,
+    storages_of,
+)
 from activations_cuda.recipes.hook import Hook, unpack
 from activations_cuda.replacements import class_for, set_class
 
@@ -28,8 +36,9 @@ class _OutOfPlace(TorchFunctionMode):
         name = name_of_ours(func)
         if not name:
             return func(*args, **kwargs)
-        if name.endswith("_") and args and args[0]._is_view():
-            return args[0].copy_(call_on_fakes(func, (args[0].clone(), *args[1:]), kwargs))
+        _, given = overload_and_arguments(func, args, kwargs)
+        if name.endswith("_") and given["self"]._is_view():
+            return given["self"].copy_(call_on_fakes(func, (), given | {"self": given["self"].clone()}))
         return call_on_fakes(func, args, kwargs)
 
 

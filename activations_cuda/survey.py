@@ -23,7 +23,7 @@ from activations_cuda.arguments import unwrapped
 from activations_cuda.dry_run import (
     call_on_fakes,
     name_of_ours,
-    overload_of,
+    overload_and_arguments,
     own_storages,
     run_copy,
     running_module,
@@ -106,12 +106,17 @@ class _Watch(TorchFunctionMode):
         name = name_of_ours(func)
         if name:
             original = ORIGINAL_FUNCTIONS.get((nn.functional, name.removesuffix("_")))
-            if original is None or overload_of(func, args, kwargs) != "default" or not hasattr(torch.ops.aten, name):
+            overload, given = overload_and_arguments(func, args, kwargs)
+            if original is None or overload != "default" or not hasattr(torch.ops.aten, name):
                 output = call_on_fakes(func, args, kwargs)  # PyTorch has no such function
-                return args[0].copy_(output) if name.endswith("_") else output
-            func, kwargs = original, kwargs | ({"inplace": True} if name.endswith("_") else {})
+                return given["self"].copy_(output) if name.endswith("_") else output
+            inplace = {"inplace": True} if name.endswith("_") else {}
+            func, args, kwargs = original, (given.pop("self"),), given | inplace
+        input = args[0] if args else kwargs.get("input")
+        if not isinstance(input, Tensor):  # but what has a rule of its own, or nothing
+            return func(*args, **kwargs)
         if _drops_in_place(func, kwargs):
-            self._note_overwritten(args[0] if args else kwargs["input"])
+            self._note_overwritten(input)
         if func not in self.names or "out" in kwargs:
             return func(*args, **kwargs)
         call = self.call = self._new_call(self.names[func], args, kwargs, is_ours=bool(name))
@@ -363,4 +368,4 @@ def summary(decisions: Iterable[Decision]) -> list[str]:
     for (left_alone, kind, function, reason), count in sorted(groups.items()):
         what = f"{count} {kind}" + (f" ({function})" if kind.lower() != function.replace("_", "") else "")
         lines.append(f"{what} left alone: {reason}" if left_alone else f"{what} converted")
-    return lines or ["no activation to convert"]
+    return lines or ["no activation is called"]

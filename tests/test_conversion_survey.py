@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 from collections import Counter, OrderedDict, deque, namedtuple
 from functools import cache, lru_cache
 from types import SimpleNamespace
@@ -416,3 +417,84 @@ def test_a_named_tuple_is_one_argument():
             return super().forward(batch.x)
 
     assert activations_cuda.memory_report(Takes(), Batch(torch.randn(2, 3, 16, 16))).before > 0
+
+
+@pytest.mark.parametrize("function", [activations_cuda.convert, activations_cuda.memory_report, "the scope's report"])
+@pytest.mark.parametrize("name", ["hardshrink", "softshrink", "hardtanh", "leaky_relu", "relu6", "silu"])
+@pytest.mark.parametrize("way", ["by default", "by keyword", "in place", "in place by keyword"])
+def test_ops_are_called_in_any_way(way, name, function):
+    op = getattr(torch.ops.fastact, name + ("_" if "in place" in way else ""))
+
+    class Calls(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            return op(self=y) if "keyword" in way else op(y)
+
+    model, x = Calls(), torch.randn(IMAGES, requires_grad=True)
+    if callable(function):
+        function(model, x)
+    else:
+        activations_cuda.memory_report(model, x, recompute=True)
+    assert torch.equal(model(x), getattr(activations_cuda, name)(x * 2))
+
+
+class Wrapped:
+    """A tensor within, as in PyTorch's notes on extending it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return cls(function(*(each.tensor if isinstance(each, cls) else each for each in args), **kwargs or {}))
+
+
+@torch.library.custom_op("test_conversion_survey::dropout_", mutates_args=("x",))
+def scale_(p: float, x: torch.Tensor) -> None:
+    x.mul_(1 - p)
+
+
+def dropped(x):
+    mask = torch.ones(x.shape)
+    torch.ops.test_conversion_survey.dropout_(0.5, mask)
+    torch.ops.test_conversion_survey.dropout_(p=0.5, x=mask)
+    return F.relu6(x) * mask
+
+
+@pytest.mark.parametrize(
+    "activation", [lambda x: F.relu6(Wrapped(x)).tensor, lambda x: torch.relu(x=x), dropped], ids=["wrapped", "x", "dropout"]
+)
+def test_calls_of_other_things(activation):
+    """Which PyTorch takes."""
+
+    class Calls(nn.Module):
+        def forward(self, x):
+            return activation(x)
+
+    x = torch.randn(IMAGES, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what isn't reached
+        model = activations_cuda.convert(Calls(), x)
+    report = activations_cuda.memory_report(model, x, recompute=True)
+    assert report.before >= report.after > 0
+    assert torch.equal(model(x), activation(x))
+
+
+def test_inputs_that_are_none_get_pytorchs_error():
+    with pytest.raises(TypeError, match="must be Tensor, not NoneType"):
+        activations_cuda.convert(nn.ReLU6(), None)
+
+
+def test_numpys_generator_is_as_it_was():
+    """Whichever it is."""
+    numpy = pytest.importorskip("numpy")
+    before = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(numpy.random.PCG64(7))
+        state = numpy.random.get_state(legacy=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            activations_cuda.convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU6()), torch.randn(64, 8))
+        assert numpy.random.get_state(legacy=False) == state
+    finally:
+        numpy.random.set_bit_generator(before)

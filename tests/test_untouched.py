@@ -18,6 +18,7 @@ import textwrap
 import threading
 import time
 import types
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
@@ -493,6 +494,34 @@ def test_what_pays_nowhere_is_a_warning():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         activations_cuda.convert(model, x)
     assert activations_cuda.converted(model) == {"GELU": 1}
+
+
+def test_what_converts_nothing_is_a_warning():
+    """But for what was named, of which there is none, and for a scope."""
+    saved = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.GELU())
+    for inputs, model, reason in [
+        ((), saved, "1 ReLU, 1 GELU left alone: pass example inputs"),
+        ((), nn.Linear(8, 8), "no activation module: pass example inputs to reach functions"),
+        ((torch.randn(ROWS),), nn.Linear(8, 8), "no activation is called"),
+    ]:
+        with pytest.warns(UserWarning, match=f"convert: nothing to convert: {reason}"):
+            activations_cuda.convert(model, *inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        activations_cuda.convert(saved, classes=[])
+        activations_cuda.convert(saved, recompute=True)
+        model = nn.Sequential(nn.LayerNorm(8), activations_cuda.ReLU6())
+        activations_cuda.convert(model)
+        activations_cuda.convert(model, torch.randn(ROWS))
+
+
+@pytest.mark.parametrize("stderr", ["closed", None])
+def test_what_it_did_where_nobody_reads(stderr, monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed if stderr else None)
+    monkeypatch.setattr(logging.getLogger("activations_cuda"), "hasHandlers", lambda: False)
+    assert activations_cuda.converted(activations_cuda.convert(nn.Sequential(nn.ReLU6()))) == {"ReLU6": 1}
 
 
 def test_why_nothing_pays_under_autocast():
