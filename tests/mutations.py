@@ -549,6 +549,13 @@ RECOMPUTE = [
     Mutant("an addend makes up for a wrong formula", FROM_HALF, "!Derivation::current->is_untried(object);", "true;"),
     Mutant("an addend under autocast", FROM_HALF, "  const Computing computing;\n  Value& value", "  Value& value"),
     Mutant("every sum by an addend", FROM_HALF, "has_its_size) == 1)", "has_its_size) >= 1)"),
+    Mutant(
+        "what another pass needs is let go",
+        HOOK,
+        "value.readers > 1 || torch::autograd::get_current_graph_task_keep_graph() ||",
+        "value.readers > 1 ||",
+    ),
+    Mutant("what a recipe reads stays", HOOK, "operand && operand->readers == 1 &&", "false &&"),
     Mutant("another node's number", SCALARS, "sum.sequence_nr == node.sequence_nr()", "true"),
     Mutant(
         "the number of a sum before",

@@ -379,3 +379,21 @@ def test_it_is_not_interpreted(name, dtype):
             loss.backward()
     kernels = [event.name for event in profiler.events() if "run_kernel" in event.name]
     assert kernels and not any("Interpreted" in kernel for kernel in kernels)
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_what_a_loss_reads_in_float32_is_there_once(retain_graph, device):
+    """Where it is computed, the step is often at its peak. But another pass needs the half type again."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(WIDTH, WIDTH).to(device, torch.bfloat16), torch.randn(64, WIDTH, device=device, dtype=torch.bfloat16)
+    for _ in range(2):
+        with Scope() as scope:
+            loss = model(x).float().square().sum()
+        seen = []
+        square = loss.grad_fn.next_functions[0][0]
+        square.register_hook(lambda *_: seen.append([tensor.dtype for tensor in scope.tensors() if tensor.shape[0] == 64]))  # noqa: B023
+        grads = [torch.autograd.grad(loss, model.weight, retain_graph=retain_graph)[0] for _ in range(1 + retain_graph)]
+        (expected,) = torch.autograd.grad(model(x).float().square().sum(), model.weight)
+        assert all(torch.equal(grad, expected) for grad in grads)
+    wide = torch.bfloat16 if retain_graph else torch.float32
+    assert seen == [[torch.bfloat16, wide]] * len(grads)

@@ -282,6 +282,20 @@ at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
   return copy.strides() == whole.strides() ? copy.as_strided(tensor.sizes(), tensor.strides(), offset) : tensor.clone();
 }
 
+// Whether a recipe has been read for the last time and alone has a tensor from which it was computed: as the half type of
+// logits that a loss reads in float32, at the peak of a step.
+bool may_let_go(const Value& value, const at::Tensor& computed) {
+  if (!value.is_recipe() || value.readers > 1 || torch::autograd::get_current_graph_task_keep_graph() ||
+      computed.is_inference() || computed.key_set().has(c10::DispatchKey::Python) || is_capturing(computed.device())) {
+    return false;
+  }
+  return std::any_of(value.operands.begin(), value.operands.end(), [&](const py::object& each) {
+    const Value* const operand = is_value(each) ? &value_of(each) : nullptr;
+    return operand && operand->readers == 1 && operand->held.defined() && operand->held.has_storage() &&
+           operand->held.storage().use_count() == 1 && !operand->held.is_alias_of(computed);
+  });
+}
+
 // Autograd's unpack hook.
 PyObject* called_to_unpack(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
@@ -305,7 +319,12 @@ PyObject* called_to_unpack(PyObject*, PyObject* object) {
   if (const at::Tensor shape = shape_for_running_node(owner); shape.defined()) {
     return THPVariable_Wrap(shape);
   }
-  return THPVariable_Wrap(unshared(value, value.give()));
+  const at::Tensor computed = value.give();
+  if (may_let_go(value, computed)) {
+    value.hold(computed);
+    return THPVariable_Wrap(computed);
+  }
+  return THPVariable_Wrap(unshared(value, computed));
   END_HANDLE_TH_ERRORS
 }
 

@@ -115,6 +115,20 @@ void Value::become(const Value& recipe, const at::Tensor& tensor, const py::obje
   held.reset();
 }
 
+void Value::hold(const at::Tensor& computed) {
+  leave(recipes_by_operand(), std::make_pair(operands[0].ptr(), configuration_id), this);
+  held = computed.tensor_data();
+  stream = stream_number(held);
+  replaced.reset();
+  roots.clear();
+  arguments.clear();
+  operands.clear();
+  formula = py::object();
+  configuration_id = -1;
+  depth = max_writes = 0;
+  half_.reset();
+}
+
 void Value::take_layout_of(const at::Tensor& tensor) {
   version = version_of(tensor);
   set_layout(tensor.scalar_type(), tensor.device(), tensor.sizes(), tensor.strides());

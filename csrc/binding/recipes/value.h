@@ -91,6 +91,8 @@ struct Value {
   void leave_registry();
   // Takes the place of the tensor that it holds as another recipe of its layout.
   void become(const Value& recipe, const at::Tensor& tensor, const py::object& source);
+  // Holds what it has computed from now on, in place of what that follows from.
+  void hold(const at::Tensor& computed);
   // Takes over the version, sizes and strides of the tensor that it stands for.
   void take_layout_of(const at::Tensor& tensor);
   void set_layout(at::ScalarType dtype, at::Device device, at::IntArrayRef sizes, at::IntArrayRef strides);
