@@ -609,3 +609,17 @@ def test_the_same_of_what_was_written_to_since(device):
         return torch.autograd.grad(other.sum(), x)
 
     same_with_scope(run)
+
+
+def test_an_optimizers_step_between_two_passes_under_autocast(device):
+    """PyTorch saves copies of the weights there; the scope recomputes them."""
+    model, x = nn.Linear(1024, 1024, device=device), torch.randn(8, 1024, device=device, requires_grad=True)
+    for scope in contextlib.nullcontext, recompute:
+        with scope(), torch.autocast(device, torch.bfloat16):
+            y = model(x).float()
+            first, second = y.square().sum(), y.abs().sum()
+        first.backward(retain_graph=True)
+        torch.optim.SGD(model.parameters(), 1e-3).step()
+        is_error = scope is recompute
+        with pytest.raises(RuntimeError, match="modified by an inplace") if is_error else contextlib.nullcontext():
+            second.backward()

@@ -276,7 +276,18 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     torch.sqrt: TABULATED,
     torch.rsqrt: TABULATED_VARIES,
     torch.exp: TABULATED_VARIES,
+    torch.exp2: VARIES,
     torch.expm1: VARIES,
+    torch.log2: VARIES,
+    torch.log10: VARIES,
+    torch.logaddexp: VARIES,
+    torch.erfc: VARIES,
+    torch.sinh: VARIES,
+    torch.cosh: VARIES,
+    torch.asinh: VARIES,
+    torch.atan: VARIES,
+    torch.atan2: VARIES,
+    torch.hypot: VARIES,
     torch.neg: Facts(in_place=torch.neg_, is_tabulated=True),
     torch.lerp: VARIES,
     dropout: Facts(
@@ -309,6 +320,7 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     # interpolation
     aten.upsample_linear1d: VARIES,
     aten.upsample_bilinear2d: VARIES,
+    aten.upsample_bicubic2d: VARIES,
     aten.upsample_trilinear3d: VARIES,
     # views
     torch.reshape: VIEW,
