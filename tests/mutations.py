@@ -556,6 +556,7 @@ RECOMPUTE = [
         "value.readers > 1 ||",
     ),
     Mutant("what a recipe reads stays", HOOK, "operand && operand->readers == 1 &&", "false &&"),
+    Mutant("dead ends outlive their scope", HOOK, "dead_ends().forget();  //", "//"),
     Mutant("another node's number", SCALARS, "sum.sequence_nr == node.sequence_nr()", "true"),
     Mutant(
         "the number of a sum before",
@@ -563,7 +564,7 @@ RECOMPUTE = [
         "    observed.sums->of(sequence_nr) = {sequence_nr, number_in(function.inputs()[1])};",
         "    if (auto number = number_in(function.inputs()[1])) observed.sums->of(sequence_nr) = {sequence_nr, number};",
     ),
-    Mutant("ops are observed for nothing", SCALARS, "(observes || is_wanted)", "true"),
+    Mutant("ops are observed for nothing", SCALARS, "(at_once || is_wanted)", "true"),
     Mutant("an addend of what is elsewhere", FROM_HALF, "value.follows_from_outside() ?", "false ?"),
     Mutant("the gradient of a part that others read", CAT, "passes_unnoticed(node_, /*has_saved=*/false, i)", "true"),
     Mutant("the gradient of a part that hooks see", CAT, "!is_hooked(*next) &&", ""),

@@ -625,3 +625,19 @@ def test_an_empty_part_widens_what_is_joined(dtype, wide):
 def test_a_value_is_small():
     """Up to 512 bytes Python has arenas; more is a call of malloc for each saved tensor."""
     assert _C.recipes.Value.__basicsize__ <= 512
+
+
+@pytest.mark.parametrize("sum_of", [torch.add, torch.sub, lambda x, y: x + y + 1, lambda x, y: (x + y).relu() * y])
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_a_deleted_model_is_freed(sum_of, is_differentiated, device):
+    """Although the search for a recipe of the sum has ended at layers, of which nodes may be remembered within a scope."""
+    model = nn.ModuleList(nn.Conv2d(3, 4, 3, padding=1) for _ in range(2)).append(nn.Conv2d(4, 4, 1)).to(device)
+    x = torch.randn(2, 3, 8, 8, device=device)
+    alive = [weakref.ref(parameter) for parameter in model.parameters()]
+    with recompute():
+        loss = model[2](sum_of(model[0](x), model[1](x))).sum()
+    if is_differentiated:
+        loss.backward()
+    del model, loss
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)

@@ -21,6 +21,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "../devices.h"
 #include "../strides.h"
 #include "calls.h"
 #include "computing.h"
@@ -31,6 +32,7 @@
 #include "masks.h"
 #include "partial.h"
 #include "python.h"
+#include "scalars.h"
 
 namespace fastact::recipes {
 namespace {
@@ -329,6 +331,15 @@ PyObject* called_to_unpack(PyObject*, PyObject* object) {
 }
 
 }  // namespace
+
+void enter_scope(bool observes) {
+  begin_observing(observes);
+}
+
+void exit_scope() {
+  end_observing();
+  dead_ends().forget();  // whose nodes would keep what they lead to, a deleted model's parameters among that
+}
 
 void set_smallest(int64_t any, int64_t of_parameter) {
   smallest = {any, of_parameter};

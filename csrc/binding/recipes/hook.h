@@ -23,6 +23,11 @@ pybind11::object value_behind(const torch::autograd::SavedVariable& saved);
 // In bytes: the smallest tensor that is replaced, and the smallest copy of a parameter in another dtype.
 void set_smallest(int64_t any, int64_t of_parameter);
 
+// Called when a scope's hooks are set in this thread, and when they are taken away. `observes`: whether numbers in sums are
+// noted from the first op on.
+void enter_scope(bool observes);
+void exit_scope();
+
 // The pack hook of a Hook of Python's, and the unpack hook of all.
 pybind11::object pack_hook(const pybind11::object& hook);
 const pybind11::object& unpack_hook();

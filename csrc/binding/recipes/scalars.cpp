@@ -88,13 +88,13 @@ void observe() {
 
 }  // namespace
 
-void enter_scope(bool observes) {
-  if (++observed.scopes == 1 && (observes || is_wanted)) {
+void begin_observing(bool at_once) {
+  if (++observed.scopes == 1 && (at_once || is_wanted)) {
     observe();
   }
 }
 
-void exit_scope() {
+void end_observing() {
   if (--observed.scopes == 0 && observed.callback) {
     at::removeCallback(*observed.callback);
     observed.callback.reset();

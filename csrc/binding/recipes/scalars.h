@@ -6,9 +6,9 @@
 
 namespace fastact::recipes {
 
-// Called when a scope begins and ends in this thread. `observes`: from its first op on.
-void enter_scope(bool observes);
-void exit_scope();
+// For a scope that begins and ends in this thread. `at_once`: from its first op on.
+void begin_observing(bool at_once);
+void end_observing();
 
 // Whether ops are being observed in this thread, for tests.
 bool observes_ops();
