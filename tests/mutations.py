@@ -559,10 +559,10 @@ RECOMPUTE = [
     Mutant("dead ends outlive their scope", HOOK, "dead_ends().forget();  //", "//"),
     Mutant("another node's number", SCALARS, "sum.sequence_nr == node.sequence_nr()", "true"),
     Mutant(
-        "the number of a sum before",
+        "numbers of an earlier scope",
         SCALARS,
-        "    observed.sums->of(sequence_nr) = {sequence_nr, number_in(function.inputs()[1])};",
-        "    if (auto number = number_in(function.inputs()[1])) observed.sums->of(sequence_nr) = {sequence_nr, number};",
+        "observed.sums = std::make_unique<Sums>();",
+        "if (!observed.sums) observed.sums = std::make_unique<Sums>();",
     ),
     Mutant("ops are observed for nothing", SCALARS, "(at_once || is_wanted)", "true"),
     Mutant("an addend of what is elsewhere", FROM_HALF, "value.follows_from_outside() ?", "false ?"),

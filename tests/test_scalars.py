@@ -109,6 +109,26 @@ def test_what_is_no_number_is_saved(device):
             assert torch.equal(*(torch.autograd.grad(each, leaf)[0] for each in (found, loss(other))))
 
 
+def test_a_number_of_an_earlier_scope():
+    """Whose op has made no node, so that a node made outside has its sequence number."""
+    leaf = some("cpu")
+    for _ in range(2):
+        x = leaf * 1
+        with Scope() as scope:
+            loss = Keep.apply(x).sum() + Keep.apply(x + 0.3).sum()
+        verified = recipes(scope)
+        loss.backward()
+    assert verified
+    x, other = leaf * 1, torch.full_like(leaf, 0.7)
+    with recompute(), pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        leaf.add_(0.3)
+    y = x + other
+    with Scope(check=False) as scope:
+        loss = Keep.apply(x).sum() + Keep.apply(y).sum()
+    assert not recipes(scope)
+    del loss
+
+
 @pytest.mark.parametrize("others", [0, 3000])
 def test_a_sum_of_long_ago_is_saved(others):
     """Only so many are remembered."""

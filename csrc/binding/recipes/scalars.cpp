@@ -68,20 +68,25 @@ std::optional<at::Scalar> number_in(const c10::IValue& argument) {
   }
 }
 
-// Autograd's kernel makes a sum's node before it calls anything else, so the last sum that began with a number has it.
+bool requires_grad(const c10::IValue& argument) {
+  return argument.isTensor() && argument.toTensor().requires_grad();
+}
+
+// Of a tensor that requires a gradient autograd's kernel makes a node before it calls anything else, so the last sum that began
+// with a number has it.
 std::unique_ptr<at::ObserverContext> note_sum(const at::RecordFunction& function) {
   // Threads of a backward pass within the scope call this as well.
   if (observed.sums && is_sum(function.name()) && at::GradMode::is_enabled() && function.inputs().size() > 1) {
     const uint64_t sequence_nr = at::sequence_number::peek();
-    observed.sums->of(sequence_nr) = {sequence_nr, number_in(function.inputs()[1])};
+    const bool makes_node = requires_grad(function.inputs()[0]);
+    observed.sums->of(sequence_nr) = {sequence_nr, makes_node ? number_in(function.inputs()[1]) : std::nullopt};
   }
   return nullptr;
 }
 
 void observe() {
-  if (!observed.sums) {
-    observed.sums = std::make_unique<Sums>();
-  }
+  // Nothing of an earlier scope, since nodes that weren't observed may have those numbers.
+  observed.sums = std::make_unique<Sums>();
   const auto callback = at::RecordFunctionCallback(&note_sum).needsInputs(true).scopes({at::RecordScope::FUNCTION});
   observed.callback = at::addThreadLocalCallback(callback);
 }
