@@ -171,8 +171,9 @@ def convert(
         functions, lines = found.converts(), summary(found.decisions())
         are_all_ours = bool(found.calls) and all(call.is_ours for call in found.calls)
     else:
-        functions, lines = _chosen_by_class(model, named, in_scope)
-        are_all_ours = False
+        activations = [module for module in nn.Module.modules(model) if original_of(type(module)) in OURS]
+        functions, lines = _chosen_by_class(activations, named, in_scope)
+        are_all_ours = bool(activations) and all(map(is_converted, activations))
     if named and not functions:
         wanted = ", ".join(kind.__name__ for kind in named)
         raise ValueError(f"convert: expected a model with {wanted} to convert, got one with {'; '.join(lines)}")
@@ -196,9 +197,8 @@ def convert(
     return model
 
 
-def _chosen_by_class(model, named, in_scope):
-    """The functions to replace in each module that is an activation, and what was decided, in words."""
-    activations = [module for module in nn.Module.modules(model) if original_of(type(module)) in OURS]
+def _chosen_by_class(activations, named, in_scope):
+    """The functions to replace in each of these modules, and what was decided, in words."""
     functions = {}
     for module in activations:
         kind = original_of(type(module))

@@ -556,6 +556,12 @@ RECOMPUTE = [
         "value.readers > 1 ||",
     ),
     Mutant("what a recipe reads stays", HOOK, "operand && operand->readers == 1 &&", "false &&"),
+    Mutant(
+        "what was let go of may be written to",
+        VALUE,
+        "  if (replaced) {\n    check_version",
+        "  if (replaced && is_recipe()) {\n    check_version",
+    ),
     Mutant("dead ends outlive their scope", HOOK, "dead_ends().forget();  //", "//"),
     Mutant("another node's number", SCALARS, "sum.sequence_nr == node.sequence_nr()", "true"),
     Mutant(
@@ -564,6 +570,19 @@ RECOMPUTE = [
         "observed.sums = std::make_unique<Sums>();",
         "if (!observed.sums) observed.sums = std::make_unique<Sums>();",
     ),
+    Mutant(
+        "observing begins in a backward pass",
+        SCALARS,
+        "observed.scopes > 0 && torch::autograd::get_current_graph_task_id() < 0",
+        "observed.scopes > 0",
+    ),
+    Mutant(
+        "numbers in half types are added by a program",
+        LOWERING,
+        "return !is_half(recipe.dtype) && set_number",
+        "return set_number",
+    ),
+    Mutant("numbers have factors", LOWERING, "&alpha) && alpha.number == 1;", "&alpha);"),
     Mutant("ops are observed for nothing", SCALARS, "(at_once || is_wanted)", "true"),
     Mutant("an addend of what is elsewhere", FROM_HALF, "value.follows_from_outside() ?", "false ?"),
     Mutant("the gradient of a part that others read", CAT, "passes_unnoticed(node_, /*has_saved=*/false, i)", "true"),

@@ -623,3 +623,38 @@ def test_an_optimizers_step_between_two_passes_under_autocast(device):
         is_error = scope is recompute
         with pytest.raises(RuntimeError, match="modified by an inplace") if is_error else contextlib.nullcontext():
             second.backward()
+
+
+class FailsOnce(torch.autograd.Function):
+    """Its node is not released by the pass that fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.fails = True
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        if ctx.fails:
+            ctx.fails = False
+            raise ValueError
+        return grad * x
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_was_let_go_of_is_still_checked(is_written, device):
+    """A recipe that was read holds what it gave, and the tensor that it replaces may be written to later."""
+    model, x = nn.Linear(64, 64).to(device, torch.bfloat16), torch.randn(64, 64, device=device, dtype=torch.bfloat16)
+    for scope in contextlib.nullcontext, recompute, recompute:
+        with scope():
+            wide = model(x).float()
+            loss = FailsOnce.apply(wide).sum()
+        with pytest.raises(ValueError):
+            loss.backward()
+        if is_written:
+            with torch.no_grad():
+                wide.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace") if is_written else contextlib.nullcontext():
+            loss.backward()

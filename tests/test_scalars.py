@@ -50,6 +50,61 @@ def test_each_sum_has_its_own_number(dtype, device):
         assert is_identical(found, torch.autograd.grad(sums(leaf * 1, numbers), leaf)[0])
 
 
+@pytest.mark.parametrize(
+    "add", [lambda x, n: x * 2.0 + n, lambda x, n: torch.add(x * 2.0, n, alpha=0.3), lambda x, n: (x * 1.0).add_(n)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_number_verifies_no_others(dtype, add, device):
+    """Some say nothing of how others are rounded."""
+    leaf = some(device, dtype)
+
+    def loss(number):
+        x = leaf * 1
+        kept = Keep.apply(x)
+        return Keep.apply(torch.relu(add(x, number))).sum() + kept.sum()
+
+    for number in (1.0, 1.0, 0.3, -2.74, 1e-3, 7, 2049):
+        with Scope(check=number != 1):
+            found = loss(number)
+        assert is_identical(*(torch.autograd.grad(each, leaf)[0] for each in (found, loss(number))))
+
+
+def test_observing_that_begins_in_a_backward_pass():
+    """It would end with that pass, as state of the thread; so it begins later."""
+    program = """
+        import torch
+        from activations_cuda import _C, recompute
+        x = torch.randn(64, 1024, requires_grad=True)
+        with recompute():
+            y = x.exp()
+            z = torch.autograd.grad((y * x.sin()).sum(), x, create_graph=True)[0]
+            h = torch.utils.checkpoint.checkpoint(lambda x: (x.exp() * (x.exp() + 1)).exp().sum(), x * 1, use_reentrant=True)
+            h.backward()
+            for _ in range(2):
+                y = x.exp()
+                loss = (y * (y + 1)).sum()
+            assert _C.recipes.observes_ops()
+            loss.backward()
+            assert _C.recipes.observes_ops()
+        assert not _C.recipes.observes_ops()
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert run.returncode == 0 and "callback" not in run.stderr, run.stderr
+
+
+def test_zeros_of_forward_mode(capfd):
+    """Which have no memory."""
+    for _ in range(2):
+        with recompute():
+            x = some("cpu")
+            loss = Keep.apply(x * 1).sum() + Keep.apply(x * 1 + 0.3).sum()
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+                (dual.sin() + 0.3).sum()
+        loss.backward()
+    assert "Exception" not in capfd.readouterr().err
+
+
 class NewGELU(nn.Module):
     """GPT-2's, as transformers composes it."""
 

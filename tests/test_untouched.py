@@ -510,9 +510,10 @@ def test_what_converts_nothing_is_a_warning():
         warnings.simplefilter("error")
         activations_cuda.convert(saved, classes=[])
         activations_cuda.convert(saved, recompute=True)
-        model = nn.Sequential(nn.LayerNorm(8), activations_cuda.ReLU6())
-        activations_cuda.convert(model)
-        activations_cuda.convert(model, torch.randn(ROWS))
+        for activation in activations_cuda.ReLU6(), activations_cuda.ReLU():
+            model = nn.Sequential(nn.LayerNorm(8), activation)
+            activations_cuda.convert(model)
+            activations_cuda.convert(model, torch.randn(ROWS))
 
 
 @pytest.mark.parametrize("stderr", ["closed", None])

@@ -287,8 +287,9 @@ at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
 // Whether a recipe has been read for the last time and alone has a tensor from which it was computed: as the half type of
 // logits that a loss reads in float32, at the peak of a step.
 bool may_let_go(const Value& value, const at::Tensor& computed) {
-  if (!value.is_recipe() || value.readers > 1 || torch::autograd::get_current_graph_task_keep_graph() ||
-      computed.is_inference() || computed.key_set().has(c10::DispatchKey::Python) || is_capturing(computed.device())) {
+  if (!value.is_recipe() || value.readers > 1 || value.dtype == at::kBool ||
+      torch::autograd::get_current_graph_task_keep_graph() || computed.is_inference() ||
+      computed.key_set().has(c10::DispatchKey::Python) || is_capturing(computed.device())) {
     return false;
   }
   return std::any_of(value.operands.begin(), value.operands.end(), [&](const py::object& each) {

@@ -88,10 +88,20 @@ class Lowering {
     if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
       return append_binary(recipe, instructions[0], first, value_of(recipe.operands[1]));
     }
+    if (is_binary && instructions[0].opcode == Opcode::add && !adds_number_exactly(recipe, instructions[0])) {
+      return false;
+    }
     return append_operand(recipe, first) &&
            std::all_of(instructions.begin(), instructions.end(), [&](const FormulaInstruction& instruction) {
              return append_instruction(recipe, instruction);
            });
+  }
+
+  // Whether a sum with a number rounds once: not in half types, whose op on the CPU rounds the number first, nor its product.
+  // One number would verify what is wrong for others.
+  static bool adds_number_exactly(const Value& recipe, const FormulaInstruction& sum) {
+    Reference alpha;
+    return !is_half(recipe.dtype) && set_number(recipe, sum.references[1], &alpha) && alpha.number == 1;
   }
 
   bool adopt_half(at::ScalarType dtype) {

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
@@ -58,6 +59,9 @@ std::optional<at::Scalar> number_in(const c10::IValue& argument) {
     return std::nullopt;
   }
   const at::Tensor& tensor = argument.toTensor();
+  if (!tensor.is_cpu() || !tensor.has_storage() || !tensor.storage().data()) {  // as forward mode's zeros
+    return std::nullopt;
+  }
   switch (tensor.scalar_type()) {  // item() would call an op
     case at::kDouble:
       return *tensor.const_data_ptr<double>();
@@ -113,7 +117,7 @@ bool observes_ops() {
 py::object scalar_of(const torch::autograd::Node& node) {
   if (!observed.callback) {
     is_wanted = true;
-    if (observed.scopes > 0) {
+    if (observed.scopes > 0 && torch::autograd::get_current_graph_task_id() < 0) {  // at whose end it would be forgotten
       observe();
     }
     return {};

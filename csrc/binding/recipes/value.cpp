@@ -119,7 +119,6 @@ void Value::hold(const at::Tensor& computed) {
   leave(recipes_by_operand(), std::make_pair(operands[0].ptr(), configuration_id), this);
   held = computed.tensor_data();
   stream = stream_number(held);
-  replaced.reset();
   roots.clear();
   arguments.clear();
   operands.clear();
@@ -154,12 +153,14 @@ bool Value::stands_for(const at::Tensor& tensor) const {
 }
 
 bool Value::is_current() const {
+  // What it replaces may have been written to where autograd doesn't see it, and others may read that.
+  if (replaced && int64_t{replaced->current_version()} != version) {
+    return false;
+  }
   if (!is_recipe()) {
     return (held.defined() ? version_of(held) : int64_t{outside->version.current_version()}) == version;
   }
-  // What it replaces may have been written to where autograd doesn't see it, and others may read that.
-  return (!replaced || int64_t{replaced->current_version()} == version) &&
-         std::all_of(roots.begin(), roots.end(), [](const py::object& root) { return value_of(root).is_current(); });
+  return std::all_of(roots.begin(), roots.end(), [](const py::object& root) { return value_of(root).is_current(); });
 }
 
 bool Value::follows_from_outside() const {
@@ -170,7 +171,8 @@ bool Value::follows_from_outside() const {
 void Value::check_unwritten() const {
   if (held.defined()) {
     check_version(version_of(held), &held);
-  } else if (replaced) {
+  }
+  if (replaced) {
     check_version(replaced->current_version());
   }
 }
