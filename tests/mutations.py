@@ -490,7 +490,7 @@ RECOMPUTE = [
     Mutant("trials far from the mean", RECIPES + "verification.py", "std=2.0 ** -(trial % 8), ", ""),
     Mutant("trials without zeros", RECIPES + "verification.py", "if trial % 8 == 3:", "if False:"),
     Mutant("equal in an earlier pass", VALUE, "!is_of_earlier_pass(before.sequence, before.thread)", "true"),
-    Mutant("a recipe's tensor was written to", VALUE, "!replaced || int64_t{replaced->current_version()} == version", "true"),
+    Mutant("a recipe's tensor was written to", VALUE, "replaced && int64_t{replaced->current_version()} != version", "false"),
     Mutant("equal but for a number", VALUE, "a.is(b) || py::repr(a).equal(py::repr(b))", "true"),
     Mutant(
         "statistics in columns", DERIVATION, "!strides || !agree(sizes, *strides", "!strides || false && !agree(sizes, *strides"
@@ -552,8 +552,8 @@ RECOMPUTE = [
     Mutant(
         "what another pass needs is let go",
         HOOK,
-        "value.readers > 1 || torch::autograd::get_current_graph_task_keep_graph() ||",
-        "value.readers > 1 ||",
+        "torch::autograd::get_current_graph_task_keep_graph() ||",
+        "",
     ),
     Mutant("what a recipe reads stays", HOOK, "operand && operand->readers == 1 &&", "false &&"),
     Mutant(
