@@ -582,7 +582,6 @@ RECOMPUTE = [
         "return !is_half(recipe.dtype) && set_number",
         "return set_number",
     ),
-    Mutant("numbers have factors", LOWERING, "&alpha) && alpha.number == 1;", "&alpha);"),
     Mutant("ops are observed for nothing", SCALARS, "(at_once || is_wanted)", "true"),
     Mutant("an addend of what is elsewhere", FROM_HALF, "value.follows_from_outside() ?", "false ?"),
     Mutant("the gradient of a part that others read", CAT, "passes_unnoticed(node_, /*has_saved=*/false, i)", "true"),
