@@ -79,10 +79,9 @@ def overload_and_arguments(func: Any, args: Any, kwargs: Any) -> tuple[str, dict
     return func._overloadname, defaults | dict(zip(names, args, strict=False)) | kwargs
 
 
-def call_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:
+def call_on_fakes(name: str, overload: str, given: dict[str, Any]) -> Any:
     """One of this package's ops, out of place, such that it saves of fake tensors what it saves of real ones."""
-    name = name_of_ours(func).removesuffix("_")
-    overload, given = overload_and_arguments(func, args, kwargs)
+    name = name.removesuffix("_")
     with_mask = getattr(torch.ops.fastact, name + "_with_mask", None)
     if with_mask is not None:
         with suppress(NotImplementedError, ValueError):  # dtypes and parameters that are left to PyTorch's op

@@ -36,10 +36,10 @@ class _OutOfPlace(TorchFunctionMode):
         name = name_of_ours(func)
         if not name:
             return func(*args, **kwargs)
-        _, given = overload_and_arguments(func, args, kwargs)
+        overload, given = overload_and_arguments(func, args, kwargs)
         if name.endswith("_") and given["self"]._is_view():
-            return given["self"].copy_(call_on_fakes(func, (), given | {"self": given["self"].clone()}))
-        return call_on_fakes(func, args, kwargs)
+            return given["self"].copy_(call_on_fakes(name, overload, given | {"self": given["self"].clone()}))
+        return call_on_fakes(name, overload, given)
 
 
 class ScopeSurvey:

@@ -108,12 +108,12 @@ class _Watch(TorchFunctionMode):
             original = ORIGINAL_FUNCTIONS.get((nn.functional, name.removesuffix("_")))
             overload, given = overload_and_arguments(func, args, kwargs)
             if original is None or overload != "default" or not hasattr(torch.ops.aten, name):
-                output = call_on_fakes(func, args, kwargs)  # PyTorch has no such function
+                output = call_on_fakes(name, overload, given)  # PyTorch has no such function
                 return given["self"].copy_(output) if name.endswith("_") else output
             inplace = {"inplace": True} if name.endswith("_") else {}
             func, args, kwargs = original, (given.pop("self"),), given | inplace
         input = args[0] if args else kwargs.get("input")
-        if not isinstance(input, Tensor):  # but what has a rule of its own, or nothing
+        if not isinstance(input, Tensor):  # but an object with a rule of its own, or what PyTorch refuses
             return func(*args, **kwargs)
         if _drops_in_place(func, kwargs):
             self._note_overwritten(input)

@@ -582,6 +582,7 @@ RECOMPUTE = [
         "return !is_half(recipe.dtype) && set_number",
         "return set_number",
     ),
+    Mutant("a number without memory", SCALARS, "|| !tensor.storage().data()", ""),
     Mutant("ops are observed for nothing", SCALARS, "(at_once || is_wanted)", "true"),
     Mutant("an addend of what is elsewhere", FROM_HALF, "value.follows_from_outside() ?", "false ?"),
     Mutant("the gradient of a part that others read", CAT, "passes_unnoticed(node_, /*has_saved=*/false, i)", "true"),

@@ -1,5 +1,7 @@
 """Small networks of the kinds that people train, each a function that makes one, and what it is trained on."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -99,6 +101,13 @@ class UNet(nn.Module):
         middle = self.middle(F.max_pool2d(coarse, 2))
         up = self.up2(torch.cat([F.interpolate(middle, scale_factor=2), coarse], 1))
         return self.head(self.up1(torch.cat([F.interpolate(up, scale_factor=2), fine], 1)))
+
+
+class NewGelu(nn.Module):
+    """GPT-2's, as transformers composes it."""
+
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 class SqueezeExcitation(nn.Module):

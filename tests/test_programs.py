@@ -15,6 +15,7 @@ from activations_cuda.recipes import formulas, norms, programs, verification
 from activations_cuda.recipes.formulas import FORMULAS, Facts
 from activations_cuda.recipes.rules import RULES
 from activations_cuda.recipes.verification import Candidates, forget_choices, is_identical
+from nets import NewGelu
 from recomputing import Keep, Scope, compare
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -295,13 +296,6 @@ class SwigluOfHalves(nn.Module):
     def forward(self, x):
         gate, up = self.fc(x).chunk(2, -1)
         return F.silu(gate) * up
-
-
-class NewGelu(nn.Module):
-    """GPT-2's, as transformers composes it."""
-
-    def forward(self, x):
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 class RmsNorm(nn.Module):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from activations_cuda import memory_report, recompute
 from activations_cuda.recipes.verification import is_identical
+from nets import NewGelu
 from recomputing import Keep, Scope, compare, same_with_scope
 
 pytestmark = pytest.mark.usefixtures("no_hidden_errors")
@@ -105,16 +106,9 @@ def test_zeros_of_forward_mode(capfd):
     assert "Exception" not in capfd.readouterr().err
 
 
-class NewGELU(nn.Module):
-    """GPT-2's, as transformers composes it."""
-
-    def forward(self, x):
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-
-
 def gelu_net(device):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 80), NewGELU(), nn.Linear(80, 40)).to(device)
+    return nn.Sequential(nn.Linear(40, 80), NewGelu(), nn.Linear(80, 40)).to(device)
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])

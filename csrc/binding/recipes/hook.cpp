@@ -289,14 +289,15 @@ at::Tensor unshared(const Value& value, const at::Tensor& tensor) {
 bool may_let_go(const Value& value, const at::Tensor& computed) {
   if (!value.is_recipe() || value.readers > 1 || value.dtype == at::kBool ||
       torch::autograd::get_current_graph_task_keep_graph() || computed.is_inference() ||
-      computed.key_set().has(c10::DispatchKey::Python) || is_capturing(computed.device())) {
+      computed.key_set().has(c10::DispatchKey::Python)) {
     return false;
   }
-  return std::any_of(value.operands.begin(), value.operands.end(), [&](const py::object& each) {
+  const auto is_alone = [&](const py::object& each) {
     const Value* const operand = is_value(each) ? &value_of(each) : nullptr;
     return operand && operand->readers == 1 && operand->held.defined() && operand->held.has_storage() &&
            operand->held.storage().use_count() == 1 && !operand->held.is_alias_of(computed);
-  });
+  };
+  return std::any_of(value.operands.begin(), value.operands.end(), is_alone) && !is_capturing(computed.device());
 }
 
 // Autograd's unpack hook.
