@@ -140,7 +140,10 @@ class Thread {
       }
       const auto& from = operand(k, r);
 #pragma unroll
-      for (int u = 0; u < (is_shared(k, r) ? 1 : Form::vectors); ++u) {
+      for (int u = 0; u < Form::vectors; ++u) {
+        if (u > 0 && is_shared(k, r)) {
+          continue;  // with a bound that depends on it nvcc doesn't unroll the loop, and words_ is in memory
+        }
         uint32_t (&words)[n] = words_[k][r][u];
         if (!is_of_row(k, r)) {
           fetch(from.data, element(k, r), of == Layout::any && from.stride[0] == 0, offset_of(k, r, u), words);
