@@ -115,6 +115,12 @@ def factor_of_gelu(x):
     return recipe(wide, formulas.add, tanh, 1.0, arguments=(1,))
 
 
+def product(x, one, other):
+    """Computed in float32."""
+    wide = torch.empty_like(x, dtype=torch.float32)
+    return recipe(x, torch.Tensor.to, recipe(wide, torch.mul, one, other), arguments=(torch.bfloat16,))
+
+
 # What each makes of a tensor, and the bytes of an element that it reads and writes.
 FORMS = {
     "batch norm, 96 channels": (lambda: images(96), batch_norm, 4),
@@ -126,6 +132,11 @@ FORMS = {
     "batch norm, gate, residual, ReLU": (lambda: images(96), lambda x: residual(x, gated(x, batch_norm(x))), 6),
     "batch norm of cuDNN, ReLU6": (lambda: images(96), lambda x: relu6(x, batch_norm(x, norms.batch_norm_scaled)), 4),
     "batch norm, contiguous": (lambda: images(96, memory_format=torch.contiguous_format), batch_norm, 4),
+    "batch norm, residual, ReLU, contiguous": (
+        lambda: images(96, memory_format=torch.contiguous_format),
+        lambda x: residual(x, batch_norm(x)),
+        6,
+    ),
     "batch norm, ReLU6, contiguous, 7 x 7": (
         lambda: images(96, 7, torch.contiguous_format),
         lambda x: relu6(x, batch_norm(x)),
@@ -152,7 +163,16 @@ FORMS = {
     ),
     "of a gate: batch norm, SiLU, gradient": (lambda: images(96), gradient_of_gate, 6),
     "of a cube in float32: cast, square, gradient": (lambda: numbers(ELEMENTS // 1024, 1024), gradient_of_cube, 10),
-    "GELU of several ops, in float32: 1 + tanh": (lambda: numbers(ELEMENTS // 1024, 1024), factor_of_gelu, 6),
+    "GELU of several ops": (
+        lambda: numbers(ELEMENTS // 1024, 1024),
+        lambda x: product(x, recipe(x, torch.mul, x, 0.5), factor_of_gelu(x)),
+        4,
+    ),
+    "of its first factor: 1 + tanh, gradient": (
+        lambda: numbers(ELEMENTS // 1024, 1024),
+        lambda x: product(x, factor_of_gelu(x), torch.randn_like(x)),
+        6,
+    ),
     "gradient of SiLU after batch norm": (lambda: images(96), batch_norm, 6),
     "gradient of SiLU in float32": (lambda: images(96).float(), batch_norm, 12),
     "interpreted: norm, product, ReLU6": (

@@ -541,6 +541,7 @@ RECOMPUTE = [
     ),
     Mutant("a sum that many read", LOWERING, "kMaxReaders = 3;", "kMaxReaders = 99;"),
     Mutant("a sum of what isn't there", LOWERING, "leaf.value->remembers() || leaf.value->readers > 1;", "true;"),
+    Mutant("a tensor read twice counts twice", LOWERING, " && !is_read_before;", ";"),
     Mutant("what isn't at hand is computed twice", LOWERING, "return is_there(leaf) || leaf", "return true || leaf"),
     Mutant("an infinite sum's addend", INSTRUCTIONS, "x == sum ? std::copysign(0.0f, sum) : sum - x", "sum - x"),
     Mutant("the addend next to the difference", INSTRUCTIONS, "x + farther == sum ? farther : closer;", "nearest;"),
@@ -579,7 +580,7 @@ RECOMPUTE = [
     Mutant(
         "numbers in half types are added by a program",
         LOWERING,
-        "return !is_half(recipe.dtype) && set_number",
+        "return !rounds_number && set_number",
         "return set_number",
     ),
     Mutant("a number without memory", SCALARS, "|| !tensor.storage().data()", ""),

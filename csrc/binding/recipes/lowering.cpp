@@ -97,11 +97,12 @@ class Lowering {
            });
   }
 
-  // Whether a sum with a number rounds once: not in half types, whose op on the CPU rounds the number first, nor its product.
+  // Whether a sum with a number rounds once: not of a half type on the CPU, whose op rounds the number first, nor its product.
   // One number would verify what is wrong for others.
   static bool adds_number_exactly(const Value& recipe, const FormulaInstruction& sum) {
     Reference alpha;
-    return !is_half(recipe.dtype) && set_number(recipe, sum.references[1], &alpha) && alpha.number == 1;
+    const bool rounds_number = is_half(recipe.dtype) && recipe.device->is_cpu();
+    return !rounds_number && set_number(recipe, sum.references[1], &alpha) && alpha.number == 1;
   }
 
   bool adopt_half(at::ScalarType dtype) {
@@ -299,8 +300,11 @@ class Lowering {
       return false;
     }
     reference->operand = static_cast<int8_t>(lowered_.leaves.size());
+    const auto& leaves = lowered_.leaves;
+    const bool is_read_before =
+        std::any_of(leaves.begin(), leaves.end(), [&](const auto& leaf) { return leaf.value == &value; });
+    dense_ += !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes) && !is_read_before;
     lowered_.leaves.push_back({&value, &reader, place, is_bits, order_});
-    dense_ += !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes);
     return true;
   }
 
@@ -313,7 +317,7 @@ class Lowering {
   at::DimVector order_;  // of what is appended, as a leaf's
   at::ScalarType half_ = at::ScalarType::Undefined;
   int formulas_ = 0;  // recipes that it computes
-  int dense_ = 0;     // leaves of the output's size
+  int dense_ = 0;     // tensors of the output's size that it reads
   int attempts_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
   bool may_pass_over_shared_;

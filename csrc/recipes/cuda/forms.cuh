@@ -126,6 +126,17 @@ bool start_residual_stream(const Program& program, Stream stream) {
   return start_one_of<T, n, Form<2, two, LoadAny, Last>, Form<2, two, LoadAny, LayerNorm, Last>>(program, stream);
 }
 
+// GELU by tanh, of several ops.
+template <class... Last>
+using FormOfTanh = Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh, Last...>;
+
+template <class T, int n>
+bool start_gelu_of_ops(const Program& program, Stream stream) {
+  return start_one_of<
+      T, n, FormOfTanh<>, FormOfTanh<TanhGradient>, FormOfTanh<Add<number>>, FormOfTanh<Add<number>, Multiply<dense_any>>,
+      FormOfTanh<Add<number>, Stash, LoadAny, Multiply<number>, Multiply<stash>>>(program, stream);
+}
+
 template <class T, int n>
 bool start_common(const Program& program, Stream stream) {
   // Channels-last.
@@ -146,10 +157,7 @@ bool start_common(const Program& program, Stream stream) {
              Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                             // repeated by upsampling
              Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                       // scaled residuals
              Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
-             Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,  // GELU, composed
-             Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh>,
-             Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh, Add<number>>,
-             Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh, TanhGradient>,
+             Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,
              Form<2, two, LoadAny, Power, Multiply<number>, Multiply<dense_any>>,  // gradients of a cube
              Form<2, two, LoadAny, Multiply<number>, Multiply<row>>,               // of a mean of squares
              Form<2, two, LoadAny, Multiply<dense_any>>,                           // of a product
@@ -170,7 +178,8 @@ bool start_any_form(const Program& program, Stream stream) {
   const auto is_read_in_vectors = [](const Program::Operand& operand) { return operand.stride[0] != 0; };
   return (fits_across_rows(program, n, is_read_in_vectors) &&
           (start_rows<T, n, Spread::row>(program, stream) || start_rows<T, n, Spread::anywhere>(program, stream))) ||
-         (is_in_vectors(program, n) && (start_common<T, n>(program, stream) || start_residual_stream<T, n>(program, stream)));
+         (is_in_vectors(program, n) && (start_common<T, n>(program, stream) || start_gelu_of_ops<T, n>(program, stream) ||
+                                        start_residual_stream<T, n>(program, stream)));
 }
 
 }  // namespace
