@@ -84,6 +84,10 @@ def diffusion_blocks(width=128, depth=4):
     )
 
 
+def gpt2():
+    return from_transformers("GPT2ForSequenceClassification", "GPT2Config").bfloat16()
+
+
 def llama(name="LlamaForSequenceClassification", **options):
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16}
     return from_transformers(name, "LlamaConfig", vocab_size=32000, **sizes, **options).bfloat16()
@@ -149,6 +153,7 @@ CASES = {
     "U-Net": Case(UNet, (32, 3, 256, 256), 0.75, 1.04),
     "GPT-2": Case(language("GPT2ForSequenceClassification", "GPT2Config"), (16, 1024), 0.70, 1.04, vocabulary=50257),
     "GPT-2, PyTorch's GELU": Case(GPT2_BY_TANH, (16, 1024), 0.70, 1.04, vocabulary=50257),
+    "GPT-2, weights in bfloat16": Case(gpt2, (16, 1024), None, 1.04, dtype=None, vocabulary=50257),
     "BERT-base": Case(BERT, (32, 512), 0.67, 1.04, vocabulary=30522),
     "Llama": Case(llama, (4, 2048), 0.58, 1.03, dtype=None, vocabulary=32000),
     # With the logits of every token, and transformers' loss, which makes float32 of them.

@@ -117,6 +117,7 @@ WEAK_TENSOR = "csrc/binding/recipes/weak_tensor.cpp"
 COMPUTING = "csrc/binding/recipes/computing.cpp"
 COMPUTING_HEADER = "csrc/binding/recipes/computing.h"
 LOWERING = "csrc/binding/recipes/lowering.cpp"
+TABULATION = "csrc/binding/recipes/tabulation.cpp"
 FUSION = "csrc/binding/recipes/fusion.cpp"
 INSTRUCTIONS = "csrc/recipes/instructions.h"
 PROGRAM = "csrc/recipes/program.h"
@@ -541,6 +542,16 @@ RECOMPUTE = [
     ),
     Mutant("a sum that many read", LOWERING, "kMaxReaders = 3;", "kMaxReaders = 99;"),
     Mutant("a sum of what isn't there", LOWERING, "leaf.value->remembers() || leaf.value->readers > 1;", "true;"),
+    Mutant("a table of what isn't stashed yet", TABULATION, "if (!is_stashed && ", "if ("),
+    Mutant(
+        "a table of what reads another tensor",
+        TABULATION,
+        "return reference.operand < 0 || are_same",
+        "return true || are_same",
+    ),
+    Mutant("a table of what isn't rounded", TABULATION, " && instruction.rounded_to == element) {", ") {"),
+    Mutant("a table of few elements", TABULATION, "kFewestElements = 8 * kNumbersOfHalf", "kFewestElements = 1"),
+    Mutant("numbers are made for each table", TABULATION, "if (found != known.end()) {", "if (false) {"),
     Mutant("a tensor read twice counts twice", LOWERING, " && !is_read_before;", ";"),
     Mutant("what isn't at hand is computed twice", LOWERING, "return is_there(leaf) || leaf", "return true || leaf"),
     Mutant("an infinite sum's addend", INSTRUCTIONS, "x == sum ? std::copysign(0.0f, sum) : sum - x", "sum - x"),

@@ -16,6 +16,7 @@
 #include "formulas.h"
 #include "lowering.h"
 #include "python.h"
+#include "tabulation.h"
 
 namespace fastact::recipes {
 namespace {
@@ -95,15 +96,31 @@ std::optional<at::DimVector> strides_along(
   return at::inferExpandGeometry_dimvector(sizes, strides, output).strides;
 }
 
-// False if it isn't run, e.g. since it needs a form and there is none.
+// Both are false if nothing is run, e.g. since it needs a form and there is none.
 bool launch(const Program& program, const at::Tensor& output, bool needs_form) {
   bool is_run = true;
   if (kHasCuda && output.is_cuda()) {
     Cuda::launch(output, [&](cuda::Stream stream) { return cuda::run(program, stream, needs_form, &is_run); });
   } else {
-    Cpu::launch(output.numel(), 1, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
+    Cpu::launch(program.numel(), 1, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
   }
   return is_run;
+}
+
+// By a table of its first instructions, where that is faster.
+bool launch_with_table(const Program& program, const at::Tensor& output, bool needs_form) {
+  const int instructions = tabulated_instructions(program);
+  if (instructions > 0 && output.is_cuda() && launch(program, output, /*needs_form=*/true)) {
+    return true;
+  }
+  auto of_table = instructions > 0 ? program_of_table(program, instructions, output.device()) : std::nullopt;
+  if (!of_table) {
+    return launch(program, output, needs_form);
+  }
+  const at::Tensor table = empty_strided(output, at::kShort, kNumbersOfHalf, 1);
+  of_table->output = table.data_ptr();
+  return launch(*of_table, table, /*needs_form=*/false) &&
+         launch(with_table(program, instructions, table.const_data_ptr()), output, needs_form);
 }
 
 // An operand of a program that counts in other sizes than its reader's, as one of those sizes.
@@ -281,7 +298,7 @@ std::optional<at::Tensor> Run::operator()(bool needs_form) {
       like_, root.dtype, root.sizes, lowered_.is_reshaped() ? c10::contiguous_strides(root.sizes) : at::DimVector(*strides));
   program.output = output.data_ptr();
   program.element = element_of(root.dtype);
-  return launch(program, output, needs_form) ? std::optional(output) : std::nullopt;
+  return launch_with_table(program, output, needs_form) ? std::optional(output) : std::nullopt;
 }
 
 }  // namespace

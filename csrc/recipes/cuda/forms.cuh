@@ -126,15 +126,21 @@ bool start_residual_stream(const Program& program, Stream stream) {
   return start_one_of<T, n, Form<2, two, LoadAny, Last>, Form<2, two, LoadAny, LayerNorm, Last>>(program, stream);
 }
 
-// GELU by tanh, of several ops.
+// GELU by tanh, of several ops. Its output in a half type is that of a table.
 template <class... Last>
 using FormOfTanh = Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh, Last...>;
 
 template <class T, int n>
 bool start_gelu_of_ops(const Program& program, Stream stream) {
+  if constexpr (n == 4) {
+    using Output = FormOfTanh<Add<number>, Stash, LoadAny, Multiply<number>, Multiply<stash>>;
+    if (start_one_of<T, n, Output>(program, stream)) {
+      return true;
+    }
+  }
   return start_one_of<
-      T, n, FormOfTanh<>, FormOfTanh<TanhGradient>, FormOfTanh<Add<number>>, FormOfTanh<Add<number>, Multiply<dense_any>>,
-      FormOfTanh<Add<number>, Stash, LoadAny, Multiply<number>, Multiply<stash>>>(program, stream);
+      T, n, FormOfTanh<>, FormOfTanh<TanhGradient>, FormOfTanh<Add<number>>, FormOfTanh<Add<number>, Multiply<dense_any>>>(
+      program, stream);
 }
 
 template <class T, int n>
@@ -152,8 +158,7 @@ bool start_common(const Program& program, Stream stream) {
              Form<4, two, Load, Smooth<n>, Multiply<dense>>,                                // SwiGLU
              Form<4, two, InstructionOf<Opcode::load, apart>, Smooth<n>, Multiply<apart>>,  // the same of one tensor's halves
              Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,                             // or of two dtypes, or broadcast
-             Form<4, two, Load, LookUp, Multiply<number>>,                                  // scaled, as in nets without norms
-             Form<4, two, Load, Multiply<number>, LookUp, Multiply<dense>>,                 // quick GELU
+             Form<4, two, Load, LookUp>,                                                    // whatever of one tensor
              Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                             // repeated by upsampling
              Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                       // scaled residuals
              Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
