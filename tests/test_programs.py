@@ -304,14 +304,42 @@ class SwigluOfHalves(nn.Module):
 class RmsNorm(nn.Module):
     """As transformers composes it."""
 
-    def __init__(self):
+    def __init__(self, size=16):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(16))
+        self.weight = nn.Parameter(torch.randn(size))
 
     def forward(self, x):
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * normed.to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Of queries of two heads that are normalized, as in Qwen3."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(16, 16), RmsNorm(8)
+
+    def forward(self, x):
+        queries = self.norm(self.fc(x).flatten(1, 2).unflatten(2, (2, 8))).transpose(1, 2)
+        angles = torch.arange(queries.size(2), device=x.device).unsqueeze(1) / 10 ** torch.arange(8, device=x.device)
+        cos, sin = angles.cos().to(queries.dtype), angles.sin().to(queries.dtype)
+        first, second = queries.chunk(2, -1)
+        queries = queries * cos + torch.cat([-second, first], -1) * sin
+        return Keep.apply(queries).transpose(1, 2).reshape(x.shape)
+
+
+class Modulated(nn.Module):
+    """A diffusion transformer's norm, whose scale and shift follow from the condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(16, elementwise_affine=False), nn.Linear(16, 32)
+
+    def forward(self, x):
+        scale, shift = self.fc(x.mean((1, 2), keepdim=True)).chunk(2, -1)
+        return self.norm(x) * (1 + scale) + shift
 
 
 class Rows(nn.Module):
@@ -356,7 +384,10 @@ CHAINS = {
     "layer norm": lambda: Rows(nn.LayerNorm(16)),
     "layer norm, gelu": lambda: Rows(nn.LayerNorm(16), nn.GELU()),
     "layer norm, transposed": Transposed,
+    "layer norm without bias": lambda: Rows(nn.LayerNorm(16, bias=False)),
+    "layer norm, scale and shift": lambda: Rows(Modulated()),
     "rms norm": lambda: Rows(RmsNorm()),
+    "rms norm, rotary embedding": lambda: Rows(RotaryEmbedding()),
     "swiglu": lambda: Rows(Swiglu()),
     "swiglu of halves": lambda: Rows(SwigluOfHalves()),
     "new gelu": lambda: Rows(nn.Linear(16, 16), NewGelu()),
@@ -452,15 +483,21 @@ def test_every_second_of_a_chain_of_sums_is_remembered(block, dtype, layout, dev
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=lambda dtype: f"weights in {dtype}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted(set(CHAINS) - {"masked", "our mish, two norms"}))
-def test_a_common_chain_is_not_interpreted(name, dtype, layout):
-    if layout is torch.contiguous_format and name in {"dropout", "rms norm", "our silu, whose input has other readers"}:
-        pytest.skip("served by the interpreter")
-    net = Net(CHAINS[name]()).to("cuda", memory_format=layout)
-    images = torch.randn(32, 3, 32, 32, device="cuda").contiguous(memory_format=layout)
+def test_a_common_chain_is_not_interpreted(name, dtype, weights, layout):
+    interpreted = (
+        {"dropout", "rms norm", "our silu, whose input has other readers"} if layout is torch.contiguous_format else set()
+    )
+    if weights is not torch.float32:
+        interpreted |= {"layer norm, gelu", "layer norm, transposed", "our gelu", "new gelu"}
+    if name in interpreted or (weights is not torch.float32 and dtype is torch.float32):
+        pytest.skip("served by the interpreter, or not a net in float32")
+    net = Net(CHAINS[name]()).to("cuda", weights, memory_format=layout)
+    images = torch.randn(32, 3, 32, 32, device="cuda", dtype=weights).contiguous(memory_format=layout)
     for _ in range(2):  # the first step tries formulas
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not torch.float32), Scope():
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not weights), Scope():
             loss = Keep.apply(net(images)).float().square().mean()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             loss.backward()
