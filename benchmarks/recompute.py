@@ -84,10 +84,6 @@ def diffusion_blocks(width=128, depth=4):
     )
 
 
-def gpt2():
-    return from_transformers("GPT2ForSequenceClassification", "GPT2Config").bfloat16()
-
-
 def llama(name="LlamaForSequenceClassification", **options):
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16}
     return from_transformers(name, "LlamaConfig", vocab_size=32000, **sizes, **options).bfloat16()
@@ -132,10 +128,25 @@ def language(name, config, **options):
     return partial(from_transformers, name, config, **options)
 
 
+def in_bfloat16(create):
+    return create().bfloat16()
+
+
+GPT2 = language("GPT2ForSequenceClassification", "GPT2Config")
 GPT2_BY_TANH = language("GPT2ForSequenceClassification", "GPT2Config", activation_function="gelu_pytorch_tanh")
 GPT2_WITH_LOSS = language("GPT2LMHeadModel", "GPT2Config", returning=OwnLoss)
 LLAMA_WITH_LOSS = partial(llama, "LlamaForCausalLM", returning=OwnLoss)
 BERT = language("BertForSequenceClassification", "BertConfig", hidden_act="gelu")
+MODERNBERT = language("ModernBertForSequenceClassification", "ModernBertConfig")
+QWEN3 = language(
+    "Qwen3ForSequenceClassification",
+    "Qwen3Config",
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+)
 
 CASES = {
     "mobilenet_v2": vision("mobilenet_v2", 384, 0.40, 1.00),
@@ -151,10 +162,12 @@ CASES = {
     "swin_t": vision("swin_t", 128, 0.66, 1.06),
     "diffusion blocks": Case(diffusion_blocks, (64, 3, 64, 64), 0.45, 1.04),
     "U-Net": Case(UNet, (32, 3, 256, 256), 0.75, 1.04),
-    "GPT-2": Case(language("GPT2ForSequenceClassification", "GPT2Config"), (16, 1024), 0.70, 1.04, vocabulary=50257),
+    "GPT-2": Case(GPT2, (16, 1024), 0.70, 1.04, vocabulary=50257),
     "GPT-2, PyTorch's GELU": Case(GPT2_BY_TANH, (16, 1024), 0.70, 1.04, vocabulary=50257),
-    "GPT-2, weights in bfloat16": Case(gpt2, (16, 1024), None, 1.04, dtype=None, vocabulary=50257),
+    "GPT-2, weights in bfloat16": Case(partial(in_bfloat16, GPT2), (16, 1024), dtype=None, vocabulary=50257),
     "BERT-base": Case(BERT, (32, 512), 0.67, 1.04, vocabulary=30522),
+    "ModernBERT-base": Case(MODERNBERT, (32, 512), vocabulary=50368),
+    "Qwen3-0.6B": Case(partial(in_bfloat16, QWEN3), (4, 1024), dtype=None, vocabulary=151936),
     "Llama": Case(llama, (4, 2048), 0.58, 1.03, dtype=None, vocabulary=32000),
     # With the logits of every token, and transformers' loss, which makes float32 of them.
     "GPT-2, language model": Case(GPT2_WITH_LOSS, (8, 1024), vocabulary=50257),
