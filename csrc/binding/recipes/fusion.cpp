@@ -96,20 +96,20 @@ std::optional<at::DimVector> strides_along(
   return at::inferExpandGeometry_dimvector(sizes, strides, output).strides;
 }
 
-// Both are false if nothing is run, e.g. since it needs a form and there is none.
+// Both are false if the output isn't computed, e.g. since that needs a form and there is none.
 bool launch(const Program& program, const at::Tensor& output, bool needs_form) {
   bool is_run = true;
   if (kHasCuda && output.is_cuda()) {
     Cuda::launch(output, [&](cuda::Stream stream) { return cuda::run(program, stream, needs_form, &is_run); });
   } else {
-    Cpu::launch(program.numel(), 1, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
+    Cpu::launch(output.numel(), 1, [&](int64_t begin, int64_t end) { cpu::run(program, begin, end); });
   }
   return is_run;
 }
 
 // By a table of its first instructions, where that is faster.
 bool launch_with_table(const Program& program, const at::Tensor& output, bool needs_form) {
-  const int instructions = tabulated_instructions(program);
+  const int instructions = tabulated_instructions(program, output.device());
   if (instructions > 0 && output.is_cuda() && launch(program, output, /*needs_form=*/true)) {
     return true;
   }
@@ -156,6 +156,7 @@ class Run {
  private:
   // The steps: the leaves' tensors, if they fit together; the output's strides; those of all that is read.
   bool read_leaves();
+  void widen_parameters();
   std::optional<at::DimVector> output_strides() const;
   std::optional<Geometry> lay_out(const at::DimVector& strides);
 
@@ -206,6 +207,19 @@ bool Run::read_leaves() {
     tensors_[k] = THPVariable_Unpack(table.ptr());
   }
   return true;
+}
+
+// A GPU's forms read norms' parameters and statistics in float32, as they are under autocast. Those of a model in a half type
+// are cast: they are few.
+void Run::widen_parameters() {
+  for (const Instruction& instruction : lowered_.instructions) {
+    for (int r = 0; is_norm(instruction.opcode) && r < references_of(instruction.opcode); ++r) {
+      const int k = instruction.reference[r].operand;
+      if (k >= 0 && tensors_[k].is_cuda()) {
+        tensors_[k] = tensors_[k].to(at::kFloat);
+      }
+    }
+  }
 }
 
 std::optional<at::DimVector> Run::output_strides() const {
@@ -277,6 +291,7 @@ std::optional<at::Tensor> Run::operator()(bool needs_form) {
   if ((root.device->is_cpu() && flushes_subnormals()) || c10::multiply_integers(lowered_.sizes) == 0 || !read_leaves()) {
     return std::nullopt;
   }
+  widen_parameters();
   const auto strides = output_strides();
   const auto geometry = strides ? lay_out(*strides) : std::nullopt;
   if (!geometry) {

@@ -72,6 +72,7 @@ class Lowering {
 
  private:
   static constexpr int kMaxAttempts = 4 * Program::kMaxInstructions;  // more than any program has use for
+  static constexpr size_t kFewInstructions = 8;                       // as of 1 + tanh(...) in GELU
   static constexpr int kMaxReaders = 3;  // of a residual sum: the next one, a layer, and the activation in it
 
   bool append_formula(Value& recipe, const Facts& facts) {
@@ -143,14 +144,17 @@ class Lowering {
   }
 
   // Whether what was appended since reads at most one tensor of the output's size, and no op, as an embedding or a
-  // concatenation, has to compute that once more.
+  // concatenation, has to compute that once more. A GPU may read it several times, for a few instructions.
   bool is_as_cheap_to_read(const Lowering& before) const {
+    const size_t instructions = lowered_.instructions.size() - before.lowered_.instructions.size();
+    const bool may_read_again = !lowered_.root->device->is_cpu() && instructions <= kFewInstructions;
+    const int read = dense_ - before.dense_ - (may_read_again ? again_ - before.again_ : 0);
     const auto is_at_hand = [](const Lowered::Leaf& leaf) {
       return is_there(leaf) || leaf.value->sizes_of() != at::IntArrayRef(leaf.reader->sizes) ||
              facts_of(leaf.value->formula).is_view || leaf.value->formula.is(formulas().as_strided);
     };
     const auto& leaves = lowered_.leaves;
-    return dense_ <= before.dense_ + 1 && std::all_of(leaves.begin() + before.lowered_.leaves.size(), leaves.end(), is_at_hand);
+    return read <= 1 && std::all_of(leaves.begin() + before.lowered_.leaves.size(), leaves.end(), is_at_hand);
   }
 
   // Whether what was appended since is computed here although it is shared: one such value, which leaves the stash free, has
@@ -301,9 +305,9 @@ class Lowering {
     }
     reference->operand = static_cast<int8_t>(lowered_.leaves.size());
     const auto& leaves = lowered_.leaves;
-    const bool is_read_before =
-        std::any_of(leaves.begin(), leaves.end(), [&](const auto& leaf) { return leaf.value == &value; });
-    dense_ += !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes) && !is_read_before;
+    const bool is_dense = !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes);
+    dense_ += is_dense;
+    again_ += is_dense && std::any_of(leaves.begin(), leaves.end(), [&](const auto& leaf) { return leaf.value == &value; });
     lowered_.leaves.push_back({&value, &reader, place, is_bits, order_});
     return true;
   }
@@ -317,7 +321,8 @@ class Lowering {
   at::DimVector order_;  // of what is appended, as a leaf's
   at::ScalarType half_ = at::ScalarType::Undefined;
   int formulas_ = 0;  // recipes that it computes
-  int dense_ = 0;     // tensors of the output's size that it reads
+  int dense_ = 0;     // leaves of the output's size
+  int again_ = 0;     // those whose tensor it has read before
   int attempts_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
   bool may_pass_over_shared_;

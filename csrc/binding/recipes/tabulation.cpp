@@ -10,8 +10,14 @@
 namespace fastact::recipes {
 namespace {
 
-// Below this the table would take as long as what it saves.
+// Of fewer elements the table would take as long as what it saves.
 constexpr int64_t kFewestElements = 8 * kNumbersOfHalf;
+
+// A load and a look-up take the time of so many instructions: on an H200 the interpreter's second costs more than a look-up; on
+// a CPU a look-up is as slow as 2.5 of bfloat16's others.
+int fewest_instructions(at::Device device) {
+  return device.is_cpu() ? 5 : 3;
+}
 
 bool are_same(const Program& program, int one, int other) {
   const auto &a = program.operand[one], &b = program.operand[other];
@@ -29,12 +35,12 @@ bool reads_first_alone(const Program& program, const Instruction& instruction) {
     return true;
   }
   const Reference* const last = instruction.reference + references_of(instruction.opcode);
-  return instruction.opcode != Opcode::gradient && std::all_of(instruction.reference, last, [&](const Reference& reference) {
-           return reference.operand < 0 || are_same(program, first_operand(program), reference.operand);
-         });
+  return std::all_of(instruction.reference, last, [&](const Reference& reference) {
+    return reference.operand < 0 || are_same(program, first_operand(program), reference.operand);
+  });
 }
 
-// All numbers of a half type by their bits, which are the same for either.
+// All numbers of a half type by their bits, which are the same for either. Called with the GIL.
 const void* numbers_on(at::Device device) {
   static auto& known = *new std::unordered_map<at::Device, at::Tensor>();
   const auto found = known.find(device);
@@ -44,13 +50,15 @@ const void* numbers_on(at::Device device) {
   if (is_capturing(device)) {
     return nullptr;  // a graph's memory is its own
   }
-  const at::Tensor numbers = at::arange(kNumbersOfHalf, at::kInt).to(at::kShort).to(device);  // waits for the device
+  // Without modes of the user's, which might change what stays. The copy waits for the device.
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
+  const at::Tensor numbers = at::arange(kNumbersOfHalf, at::kInt).to(at::kShort).to(device);
   return known.emplace(device, numbers).first->second.const_data_ptr();
 }
 
 }  // namespace
 
-int tabulated_instructions(const Program& program) {
+int tabulated_instructions(const Program& program, at::Device device) {
   const Element element = program.operand[first_operand(program)].element;
   const bool is_half = element == Element::float16 || element == Element::bfloat16;
   if (!is_half || program.numel() < kFewestElements || program.operands == Program::kMaxOperands) {
@@ -68,7 +76,7 @@ int tabulated_instructions(const Program& program) {
       result = k + 1;
     }
   }
-  return result > 2 ? result : 0;  // a load and one more are no longer than a load and a look-up
+  return result >= fewest_instructions(device) ? result : 0;
 }
 
 std::optional<Program> program_of_table(const Program& program, int instructions, at::Device device) {
@@ -90,11 +98,13 @@ std::optional<Program> program_of_table(const Program& program, int instructions
 }
 
 Program with_table(const Program& program, int instructions, const void* table) {
+  const int last = program.operands;
   Program result = program;
-  result.operand[result.operands] = {table, program.operand[first_operand(program)].element, {}};
+  result.operand[last] = {table, program.operand[first_operand(program)].element, {}};
+  result.operands = last + 1;
   Instruction& look_up = result.instruction[1];
-  look_up = {Opcode::look_up, result.operand[result.operands].element, {}};
-  look_up.reference[0].operand = static_cast<int8_t>(result.operands++);
+  look_up = {Opcode::look_up, result.operand[last].element, {}};
+  look_up.reference[0].operand = static_cast<int8_t>(last);
   const Instruction* const rest = program.instruction + instructions;
   std::copy(rest, program.instruction + program.instructions, result.instruction + 2);
   result.instructions = 2 + program.instructions - instructions;

@@ -10,9 +10,11 @@
 
 namespace fastact::recipes {
 
-// How many of a program's first instructions a table can stand for; 0 if that would be no faster. They read one tensor of a
-// half type and give numbers of that type.
-int tabulated_instructions(const Program& program);
+constexpr int64_t kNumbersOfHalf = 1 << 16;
+
+// How many of a program's first instructions a table stands for; 0 if it would be no faster. They read one tensor of a half
+// type and give numbers of that type.
+int tabulated_instructions(const Program& program, at::Device device);
 
 // The program that computes their table, by the bits of each number, but for where that is written. None while a CUDA graph is
 // captured, if it would be the device's first.
@@ -20,7 +22,5 @@ std::optional<Program> program_of_table(const Program& program, int instructions
 
 // The program with a look-up instead of them.
 Program with_table(const Program& program, int instructions, const void* table);
-
-constexpr int64_t kNumbersOfHalf = 1 << 16;
 
 }  // namespace fastact::recipes

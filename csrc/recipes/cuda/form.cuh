@@ -12,17 +12,15 @@ namespace {
 enum class Layout : uint8_t {
   number,
   stash,
-  dense,         // as the output, and in its dtype
-  dense_any,     // as the output, in any dtype
-  bits,          // as the output, a bit for each element
-  column,        // the same in all rows, in float32
-  column_any,    // the same in all rows, in any dtype
-  row,           // the same in all of a row, in float32
-  row_any,       // the same in all of a row, in any dtype
-  same_row,      // where the reference before it is, in float32
-  same_row_any,  // where the reference before it is, in any dtype
-  apart,         // in vectors, in the output's dtype, but its rows may be apart
-  gate,          // in the output's dtype, the same in all of a sample's rows, or for Spread::row and anywhere in all of a row
+  dense,        // as the output, and in its dtype
+  dense_any,    // as the output, in any dtype
+  bits,         // as the output, a bit for each element
+  column,       // the same in all rows, in float32
+  half_column,  // the same in all rows, in the half type
+  row,          // the same in all of a row, in float32
+  same_row,     // where the reference before it is, in float32
+  apart,        // in vectors, in the output's dtype, but its rows may be apart
+  gate,         // in the output's dtype, the same in all of a sample's rows, or for Spread::row and anywhere in all of a row
   any,
   table,  // not of the output's elements
 };
@@ -131,9 +129,6 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
   const auto is_column = [&] {
     return strides[0] == 1 && std::all_of(strides + 1, last, [](int64_t each) { return each == 0; });
   };
-  const auto is_same_row = [&] {
-    return std::equal(strides, last, program.operand[instruction.reference[r - 1].operand].stride);
-  };
   switch (layout) {
     case Layout::dense:
       return operand.element == program.element && is_dense(program, operand);
@@ -143,21 +138,17 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
       return is_bit && is_dense(program, operand);
     case Layout::column:
       return is_float && is_column();
-    case Layout::column_any:
-      return !is_bit && is_column();
+    case Layout::half_column:
+      return !is_float && !is_bit && is_column();
     case Layout::row:
       return is_float && strides[0] == 0;
-    case Layout::row_any:
-      return !is_bit && strides[0] == 0;
     case Layout::apart:
       return operand.element == program.element && strides[0] == 1;
     case Layout::gate:
       return operand.element == program.element &&
              (spread == Spread::sample ? strides[0] == 1 && strides[1] == 0 : strides[0] == 0);
     case Layout::same_row:
-      return is_float && is_same_row();
-    case Layout::same_row_any:
-      return !is_bit && is_same_row();
+      return is_float && std::equal(strides, last, program.operand[instruction.reference[r - 1].operand].stride);
     default:
       return true;
   }

@@ -16,9 +16,8 @@ bool start_one_of(const Program& program, Stream stream) {
 }
 
 constexpr auto number = Layout::number, stash = Layout::stash, dense = Layout::dense, dense_any = Layout::dense_any,
-               column = Layout::column, column_any = Layout::column_any, row = Layout::row, row_any = Layout::row_any,
-               same_row = Layout::same_row, same_row_any = Layout::same_row_any, apart = Layout::apart, gate = Layout::gate,
-               any = Layout::any;
+               column = Layout::column, half_column = Layout::half_column, row = Layout::row, same_row = Layout::same_row,
+               apart = Layout::apart, gate = Layout::gate, any = Layout::any;
 constexpr int two = 2, three = 3, more = 4, all = Program::kMaxDims;  // dimensions
 
 using Load = InstructionOf<Opcode::load, dense>;
@@ -87,7 +86,7 @@ bool start_norm_of_planes(const Program& program, Stream stream) {
 // A group norm is in float32 under autocast, and so is what follows it.
 template <class T, int n, Spread spread>
 bool start_group_norm(const Program& program, Stream stream) {
-  using Norm = InstructionOf<Opcode::folded_norm, row, same_row, row_any, same_row_any>;
+  using Norm = InstructionOf<Opcode::folded_norm, row, same_row, row, same_row>;
   if constexpr (n == 8) {
     constexpr int some = spread == Spread::row ? 4 : 2;
     if (start_one_of<
@@ -107,8 +106,8 @@ bool start_group_norm(const Program& program, Stream stream) {
 // eight, nor 7 x 7 of four.
 template <class T, int n, Spread spread>
 bool start_rows(const Program& program, Stream stream) {
-  using BatchNorm = InstructionOf<Opcode::batch_norm, row, same_row, same_row_any, same_row_any>;
-  using NormOfCudnn = InstructionOf<Opcode::folded_norm, row, same_row, same_row_any, same_row_any>;
+  using BatchNorm = InstructionOf<Opcode::batch_norm, row, same_row, same_row, same_row>;
+  using NormOfCudnn = InstructionOf<Opcode::folded_norm, row, same_row, same_row, same_row>;
   constexpr bool is_of_cudnn = n == 4 || std::is_same_v<T, c10::Half>;  // which PyTorch doesn't call in bfloat16
   if constexpr (is_of_cudnn) {
     if (start_norm_of_planes<T, n, spread, NormOfCudnn>(program, stream)) {
@@ -120,7 +119,7 @@ bool start_rows(const Program& program, Stream stream) {
 
 template <Layout weight, Layout bias>
 using LayerNormWith = InstructionOf<Opcode::centered_norm, row, same_row, weight, bias>;
-using LayerNorm = LayerNormWith<column_any, column_any>;
+using LayerNorm = LayerNormWith<column, column>;
 
 // A layer norm, and what follows it: nothing, dropout, or the scale and shift of a diffusion transformer.
 template <class T, int n>
@@ -130,7 +129,7 @@ bool start_layer_norm(const Program& program, Stream stream) {
       T, n, Form<n == 8 ? 4 : 2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
       Form<2, more, LoadAnywhere, LayerNorm>,  // transposed for attention
       Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Add<dense_any>, LayerNorm>,
-      Form<2, two, LoadAny, LayerNormWith<column_any, number>>, Form<2, two, LoadAny, WithoutParameters>,
+      Form<2, two, LoadAny, LayerNormWith<column, number>>, Form<2, two, LoadAny, WithoutParameters>,
       Form<2, more, LoadAny, WithoutParameters, Multiply<any>, Add<any>>>(program, stream);
 }
 
@@ -139,7 +138,7 @@ template <class T, int n>
 bool start_rms_norm(const Program& program, Stream stream) {
   return start_one_of<
       T, n, Form<2, two, LoadAny, Multiply<row>>, Form<1, two, LoadAny, Multiply<row>, Multiply<column>>,
-      Form<2, two, LoadAny, Multiply<row>, Multiply<column_any>>, Form<2, more, LoadAny, Multiply<any>>,  // of heads
+      Form<2, two, LoadAny, Multiply<row>, Multiply<half_column>>, Form<2, more, LoadAny, Multiply<any>>,  // of heads
       Form<2, more, LoadAny, Multiply<any>, Multiply<any>>>(program, stream);
 }
 
@@ -159,7 +158,7 @@ bool start_residual_stream(const Program& program, Stream stream) {
   return start_one_of<T, n, Form<2, two, LoadAny, Last>, Form<2, two, LoadAny, LayerNorm, Last>>(program, stream);
 }
 
-// GELU by tanh, of several ops. Its output in a half type is that of a table.
+// GELU by tanh, of several ops: its parts and, in float32, its output. In a half type that reads one tensor, as a table does.
 template <class... Last>
 using FormOfTanh = Form<2, two, LoadAny, Power, Multiply<number>, Add<dense_any>, Multiply<number>, Tanh, Last...>;
 
@@ -179,10 +178,8 @@ bool start_gelu_of_ops(const Program& program, Stream stream) {
 template <class T, int n>
 bool start_common(const Program& program, Stream stream) {
   // Channels-last.
-  return start_norm_of_columns<T, n, InstructionOf<Opcode::batch_norm, column, column, column_any, column_any>>(
-             program, stream) ||
-         start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column_any, column_any>>(
-             program, stream) ||
+  return start_norm_of_columns<T, n, InstructionOf<Opcode::batch_norm, column, column, column, column>>(program, stream) ||
+         start_norm_of_columns<T, n, InstructionOf<Opcode::scaled_norm, column, column, column, column>>(program, stream) ||
          start_one_of<
              T, n, Form<4, two, Load, Smooth<n>, Multiply<dense>>,                          // SwiGLU
              Form<4, two, InstructionOf<Opcode::load, apart>, Smooth<n>, Multiply<apart>>,  // the same of one tensor's halves
@@ -190,7 +187,7 @@ bool start_common(const Program& program, Stream stream) {
              Form<4, two, Load, LookUp>,                                                    // whatever of one tensor
              Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                             // repeated by upsampling
              Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                       // scaled residuals
-             Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column_any, column_any>>,
+             Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
              Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,
              Form<2, two, LoadAny, Power, Multiply<number>, Multiply<dense_any>>,  // gradients of a cube
              Form<2, two, LoadAny, Multiply<number>, Multiply<row>>,               // of a mean of squares

@@ -149,10 +149,10 @@ class Thread {
           fetch(from.data, element(k, r), of == Layout::any && from.stride[0] == 0, offset_of(k, r, u), words);
           continue;
         }
-        here[u] = is_same_row(of) ? here[u] : offset_of(from, 0, outer_[u]);
+        here[u] = of == Layout::same_row ? here[u] : offset_of(from, 0, outer_[u]);
         fetch_one(k, r, here[u], words[kHere]);
         if (Form::spread == Spread::anywhere && rest_[u] < n) {
-          next[u] = is_same_row(of) ? next[u] : offset_of(from, 0, next_[u]);
+          next[u] = of == Layout::same_row ? next[u] : offset_of(from, 0, next_[u]);
           fetch_one(k, r, next[u], words[kNext]);
         }
       }
@@ -232,9 +232,7 @@ class Thread {
   // Indices into words_ of what is the same in all of a row: for a vector's own row, and for the one after it.
   static constexpr int kHere = 0, kNext = 1;
 
-  __device__ static bool is_same_row(Layout layout) { return layout == Layout::same_row || layout == Layout::same_row_any; }
-
-  __device__ static bool is_column(Layout layout) { return layout == Layout::column || layout == Layout::column_any; }
+  __device__ static bool is_column(Layout layout) { return layout == Layout::column || layout == Layout::half_column; }
 
   __device__ const Reference& reference(int k, int r) const { return program_.instruction[k].reference[r]; }
 
@@ -254,13 +252,12 @@ class Thread {
       case Layout::apart:
       case Layout::gate:
         return own;
+      case Layout::half_column:
+        return Element::bfloat16;  // stands for T
       case Layout::bits:
         return Element::bit;
       case Layout::dense_any:
-      case Layout::column_any:
-      case Layout::row_any:
-      case Layout::same_row_any:
-        return operand(k, r).element == Element::float32 ? Element::float32 : Element::bfloat16;  // stands for T
+        return operand(k, r).element == Element::float32 ? Element::float32 : Element::bfloat16;
       case Layout::any:
         return operand(k, r).element;
       default:
@@ -271,7 +268,7 @@ class Thread {
   // Whether it is the same for all of a row.
   __device__ static bool is_of_row(int k, int r) {
     const Layout of = layout(k, r);
-    return of == Layout::row || of == Layout::row_any || is_same_row(of) || (of == Layout::gate && !has_columns);
+    return of == Layout::row || of == Layout::same_row || (of == Layout::gate && !has_columns);
   }
 
   // Whether it is the same for all vectors of a thread.
@@ -359,7 +356,7 @@ class Thread {
       case Layout::bits:
         return dense_[u];
       case Layout::column:
-      case Layout::column_any:
+      case Layout::half_column:
         return inner_;
       default:
         return offset_of(operand(k, r), inner_, outer_[u]);
