@@ -50,7 +50,7 @@ struct Form {
   static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = vectors_, dims = dims_, instructions = sizeof...(Instructions);
   static constexpr bool reads_any = ((Instructions::layout(0) == Layout::any) || ...);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 860
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ == 860)
   static constexpr int blocks = 1;  // of a multiprocessor, at least: for more ptxas would spill registers here
 #else
   static constexpr int blocks = reads_any ? 1 : 0;  // likewise, of forms that compute offsets; or for ptxas to say
