@@ -96,7 +96,16 @@ CASES = [
         Case("DDP", model, partial(from_torchvision, model), data_parallel, (128, *IMAGE), autocast=True, recompute=True)
         for model in ("efficientnet_b0", "resnet50")
     ),
-    Case("FSDP2", "Llama", llama, fully_sharded_llama, (2, 2048), autocast=False, recompute=True, vocabulary=32000),
+    Case(
+        "FSDP2",
+        "Llama",
+        lambda: llama().bfloat16(),
+        fully_sharded_llama,
+        (2, 2048),
+        autocast=False,
+        recompute=True,
+        vocabulary=32000,
+    ),
 ]
 
 NAMES = [*dict.fromkeys(case.model for case in CASES)]

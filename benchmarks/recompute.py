@@ -86,7 +86,7 @@ def diffusion_blocks(width=128, depth=4):
 
 def llama(name="LlamaForSequenceClassification", **options):
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12, "num_attention_heads": 16}
-    return from_transformers(name, "LlamaConfig", vocab_size=32000, **sizes, **options).bfloat16()
+    return from_transformers(name, "LlamaConfig", vocab_size=32000, **sizes, **options)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Case:
     memory_format: torch.memory_format = torch.channels_last
 
     def model(self):
-        return self.create().to(memory_format=self.memory_format).train()
+        model = self.create().to(memory_format=self.memory_format).train()
+        return model.bfloat16() if self.dtype is None else model
 
     def batch(self, device, count=None):
         shape = (count or self.shape[0], *self.shape[1:])
@@ -126,10 +127,6 @@ def vision(name, batch, memory_at_most=None, kernels_at_most=None, dtype=torch.b
 
 def language(name, config, **options):
     return partial(from_transformers, name, config, **options)
-
-
-def in_bfloat16(create):
-    return create().bfloat16()
 
 
 GPT2 = language("GPT2ForSequenceClassification", "GPT2Config")
@@ -164,10 +161,10 @@ CASES = {
     "U-Net": Case(UNet, (32, 3, 256, 256), 0.75, 1.04),
     "GPT-2": Case(GPT2, (16, 1024), 0.70, 1.04, vocabulary=50257),
     "GPT-2, PyTorch's GELU": Case(GPT2_BY_TANH, (16, 1024), 0.70, 1.04, vocabulary=50257),
-    "GPT-2, weights in bfloat16": Case(partial(in_bfloat16, GPT2), (16, 1024), dtype=None, vocabulary=50257),
+    "GPT-2, weights in bfloat16": Case(GPT2, (16, 1024), dtype=None, vocabulary=50257),
     "BERT-base": Case(BERT, (32, 512), 0.67, 1.04, vocabulary=30522),
     "ModernBERT-base": Case(MODERNBERT, (32, 512), vocabulary=50368),
-    "Qwen3-0.6B": Case(partial(in_bfloat16, QWEN3), (4, 1024), dtype=None, vocabulary=151936),
+    "Qwen3-0.6B": Case(QWEN3, (4, 1024), dtype=None, vocabulary=151936),
     "Llama": Case(llama, (4, 2048), 0.58, 1.03, dtype=None, vocabulary=32000),
     # With the logits of every token, and transformers' loss, which makes float32 of them.
     "GPT-2, language model": Case(GPT2_WITH_LOSS, (8, 1024), vocabulary=50257),

@@ -215,7 +215,7 @@ void Run::widen_parameters() {
   for (const Instruction& instruction : lowered_.instructions) {
     for (int r = 0; is_norm(instruction.opcode) && r < references_of(instruction.opcode); ++r) {
       const int k = instruction.reference[r].operand;
-      if (k >= 0 && tensors_[k].is_cuda()) {
+      if (k >= 0 && tensors_[k].is_cuda() && is_half(tensors_[k].scalar_type())) {
         tensors_[k] = tensors_[k].to(at::kFloat);
       }
     }
