@@ -52,6 +52,23 @@ def layer_norm(x):
     return recipe(x, norms.layer_norm_centered, x, *parameters, *statistics, arguments=((x.shape[-1],),))
 
 
+def rotary_embedding(x):
+    """Of heads that are normalized, as in Qwen3."""
+    wide, heads, half = torch.empty_like(x, dtype=torch.float32), x.transpose(1, 2), x.shape[-1] // 2
+    of_heads = recipe(wide, torch.mul, x, numbers(*x.shape[:-1], 1, dtype=torch.float32))
+    normed = recipe(x, torch.mul, recipe(x, torch.Tensor.to, of_heads, arguments=(x.dtype,)), numbers(x.shape[-1]))
+    value = recipe(heads, torch.transpose, normed, arguments=(1, 2))
+    first, second = (
+        recipe(part, torch.ops.aten.slice, value, arguments=(-1, start, start + half, 1))
+        for part, start in zip(heads.split(half, -1), (0, half), strict=True)
+    )
+    rotated = recipe(heads, formulas.cat, recipe(heads[..., half:], torch.neg, second), first, arguments=(-1,))
+    cos, sin = numbers(*heads.shape[2:]), numbers(*heads.shape[2:])
+    return recipe(
+        heads, formulas.add, recipe(heads, torch.mul, value, cos), recipe(heads, torch.mul, rotated, sin), arguments=(1,)
+    )
+
+
 def relu6(x, value):
     return recipe(x, F.hardtanh, value, arguments=(0.0, 6.0))
 
@@ -150,6 +167,7 @@ FORMS = {
     "group norm, SiLU": (lambda: images(320, 32, torch.contiguous_format), lambda x: silu(x, group_norm(x)), 4),
     "group norm, contiguous, 7 x 7": (lambda: images(320, 7, torch.contiguous_format), group_norm, 4),
     "layer norm": (lambda: numbers(ELEMENTS // 768, 768), layer_norm, 4),
+    "RMS norm of heads, rotary embedding": (lambda: numbers(ELEMENTS // 2**21, 1024, 16, 128), rotary_embedding, 4),
     "SwiGLU": (lambda: numbers(ELEMENTS // 5632, 5632), swiglu, 6),
     "SwiGLU of a tensor's halves": (lambda: numbers(ELEMENTS // 11264, 11264), swiglu_of_halves, 3),
     "quick GELU": (lambda: numbers(ELEMENTS // 1024, 1024), quick_gelu, 4),

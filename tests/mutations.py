@@ -118,6 +118,7 @@ COMPUTING = "csrc/binding/recipes/computing.cpp"
 COMPUTING_HEADER = "csrc/binding/recipes/computing.h"
 LOWERING = "csrc/binding/recipes/lowering.cpp"
 TABULATION = "csrc/binding/recipes/tabulation.cpp"
+CONSTANT = "csrc/binding/recipes/constant.h"
 FUSION = "csrc/binding/recipes/fusion.cpp"
 INSTRUCTIONS = "csrc/recipes/instructions.h"
 PROGRAM = "csrc/recipes/program.h"
@@ -513,12 +514,11 @@ RECOMPUTE = [
     ),
     Mutant("softshrink in any strides", RECIPES + "formulas.py", "F.softshrink: TABULATED_VARIES", "F.softshrink: TABULATED"),
     Mutant("equal but for an operand", VALUE, "return a.is(b);", "return true;"),
-    Mutant("dimensions in any order", FUSION, "sizes[leaf.order[dim]] != from[dim]", "false"),
     Mutant(
         "a permutation the other way round",
         FUSION,
-        "dims[leaf.order[dim]] = static_cast<int64_t>(dim)",
-        "dims[dim] = leaf.order[dim]",
+        "strides[leaf.order[dim]] = tensor",
+        "strides[dim] = tensor",
     ),
     Mutant("parts that nobody has kept", JOIN, "!can_be_kept(*parts", "true || !can_be_kept(*parts"),
     Mutant("what is computed in inference mode", HOOK, "no_inference.emplace(false)", "no_inference.emplace(true)"),
@@ -551,7 +551,7 @@ RECOMPUTE = [
     ),
     Mutant("a table of what isn't rounded", TABULATION, " && instruction.rounded_to == element) {", ") {"),
     Mutant("a table of few elements", TABULATION, "kFewestElements = 8 * kNumbersOfHalf", "kFewestElements = 1"),
-    Mutant("numbers are made for each table", TABULATION, "if (found != known.end()) {", "if (false) {"),
+    Mutant("numbers are made for each table", CONSTANT, "if (found != known_.end()) {", "if (false) {"),
     Mutant("the CPU reads a tensor again", LOWERING, "!lowered_.root->device->is_cpu() && instructions", "instructions"),
     Mutant(
         "a table of the same memory in other strides",
@@ -559,6 +559,15 @@ RECOMPUTE = [
         " && std::equal(a.stride, a.stride + program.dims, b.stride)",
         "",
     ),
+    Mutant("halves in their order", FUSION, "between = -between;", ""),
+    Mutant("halves from the first", FUSION, "offsets_[k] = between;", ""),
+    Mutant("half of them negated wrongly", FUSION, "at::tensor({-1.0f, 1.0f})", "at::tensor({1.0f, -1.0f})"),
+    Mutant("halves of two tensors", LOWERING, " || !first.operands[0].is(second.operands[0])", ""),
+    Mutant("every second for a half", LOWERING, "given(3) != 1 ? -1 :", ""),
+    Mutant("the middle for a half", LOWERING, "start == half || start == -half ? 1 : -1;", "1;"),
+    Mutant("halves that are joined elsewhere", LOWERING, "input.sizes_of() == at::IntArrayRef(recipe.sizes) ?", "true ?"),
+    Mutant("halves that aren't vectors", LOWERING, "recipe.sizes.back() % (2 * kElementsOfVector) != 0", "false"),
+    Mutant("any function for a negation", LOWERING, "!negated.formula.is(formulas().negative) || ", ""),
     Mutant("what isn't at hand is computed twice", LOWERING, "return is_there(leaf) || leaf", "return true || leaf"),
     Mutant("an infinite sum's addend", INSTRUCTIONS, "x == sum ? std::copysign(0.0f, sum) : sum - x", "sum - x"),
     Mutant("the addend next to the difference", INSTRUCTIONS, "x + farther == sum ? farther : closer;", "nearest;"),

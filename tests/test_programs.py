@@ -16,7 +16,7 @@ import activations_cuda
 from activations_cuda import _C, recompute
 from activations_cuda.recipes import formulas, norms, programs, verification
 from activations_cuda.recipes.formulas import FORMULAS, Facts
-from activations_cuda.recipes.rules import RULES
+from activations_cuda.recipes.rules import RULES, SPLIT
 from activations_cuda.recipes.verification import Candidates, forget_choices, is_identical
 from nets import NewGelu
 from recomputing import Keep, Scope, compare
@@ -315,19 +315,22 @@ class RmsNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Of queries of two heads that are normalized, as in Qwen3."""
+    """Of queries of two heads that are normalized: each, as in Qwen3, or both together, as in OLMo2."""
 
-    def __init__(self):
+    def __init__(self, together=False):
         super().__init__()
-        self.fc, self.norm = nn.Linear(16, 16), RmsNorm(8)
+        self.fc, self.norm, self.together = nn.Linear(16, 32), RmsNorm(32 if together else 16), together
+        self.out = nn.Linear(32, 16)
 
     def forward(self, x):
-        queries = self.norm(self.fc(x).flatten(1, 2).unflatten(2, (2, 8))).transpose(1, 2)
-        angles = torch.arange(queries.size(2), device=x.device).unsqueeze(1) / 10 ** torch.arange(8, device=x.device)
-        cos, sin = angles.cos().to(queries.dtype), angles.sin().to(queries.dtype)
-        first, second = queries.chunk(2, -1)
-        queries = queries * cos + torch.cat([-second, first], -1) * sin
-        return Keep.apply(queries).transpose(1, 2).reshape(x.shape)
+        queries = self.fc(x).flatten(1, 2)
+        heads = self.norm(queries).unflatten(2, (2, 16)) if self.together else self.norm(queries.unflatten(2, (2, 16)))
+        heads = heads.transpose(1, 2)
+        angles = torch.arange(heads.size(2), device=x.device).unsqueeze(1) / 10 ** torch.arange(16, device=x.device)
+        cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+        first, second = heads.chunk(2, -1)
+        heads = heads * cos + torch.cat([-second, first], -1) * sin
+        return self.out(Keep.apply(heads).transpose(1, 2).flatten(2)).view(x.shape)
 
 
 class Modulated(nn.Module):
@@ -388,6 +391,7 @@ CHAINS = {
     "layer norm, scale and shift": lambda: Rows(Modulated()),
     "rms norm": lambda: Rows(RmsNorm()),
     "rms norm, rotary embedding": lambda: Rows(RotaryEmbedding()),
+    "rms norm of all heads, rotary embedding": lambda: Rows(RotaryEmbedding(together=True)),
     "swiglu": lambda: Rows(Swiglu()),
     "swiglu of halves": lambda: Rows(SwigluOfHalves()),
     "new gelu": lambda: Rows(nn.Linear(16, 16), NewGelu()),
@@ -588,6 +592,78 @@ def widened(x):
 
 def some_of_one(x):
     return Op(torch.mul, Op(torch.relu, Op(torch.mul, Op(torch.mul, x, 1.7), 0.9)), 0.3)
+
+
+def slice_of(x, start, end, step=1, dim=-1):
+    return Op(torch.ops.aten.slice, x, arguments=(dim, start, end, step))
+
+
+def chunk_of(x, output_nr, dim=-1):
+    tensor = getattr(x, "tensor", x)
+    return Op(SPLIT.formula, x, arguments=(output_nr, tensor.size(dim) // 2, dim))
+
+
+def joined(first, second, dim=-1):
+    return Op(formulas.cat, first, second, arguments=(dim,))
+
+
+# Of an input and half the size of its last dimension. These are read in place.
+ROTATED = {
+    "slices": lambda x, half: joined(Op(torch.neg, slice_of(x, half, sys.maxsize)), slice_of(x, 0, half)),
+    "slices from the end": lambda x, half: joined(Op(torch.neg, slice_of(x, -half, 2 * half)), slice_of(x, None, -half)),
+    "chunks": lambda x, half: joined(Op(torch.neg, chunk_of(x, 1)), chunk_of(x, 0, dim=3), dim=3),
+}
+NOT_ROTATED = {
+    "the first half negated": lambda x, half: joined(Op(torch.neg, slice_of(x, 0, half)), slice_of(x, half, 2 * half)),
+    "the same half twice": lambda x, half: joined(Op(torch.neg, chunk_of(x, 1)), chunk_of(x, 1)),
+    "the last negated": lambda x, half: joined(chunk_of(x, 1), Op(torch.neg, chunk_of(x, 0))),
+    "none negated": lambda x, half: joined(chunk_of(x, 1), chunk_of(x, 0)),
+    "another function": lambda x, half: joined(Op(torch.relu, chunk_of(x, 1)), chunk_of(x, 0)),
+    "every second": lambda x, half: joined(Op(torch.neg, chunk_of(x, 1)), slice_of(x, 0, 2 * half, 2)),
+    "halves of another dimension": lambda x, half: joined(Op(torch.neg, chunk_of(x, 1, 2)), chunk_of(x, 0, 2), dim=2),
+    "halves of two tensors": lambda x, half: joined(
+        Op(torch.neg, chunk_of(Op(torch.relu, x), 1)), chunk_of(Op(torch.mul, x, 2.0), 0)
+    ),
+    "in the middle": lambda x, half: joined(Op(torch.neg, slice_of(x, half // 2, half // 2 + half)), slice_of(x, 0, half)),
+    "joined along another dimension": lambda x, half: joined(Op(torch.neg, chunk_of(x, 1)), chunk_of(x, 0), dim=2),
+}
+
+
+def embedded(x, rotated, cos, sin):
+    """By a program, and the ops that this calls."""
+    expected = Op(formulas.add, Op(torch.mul, x, cos), Op(torch.mul, rotated, sin), arguments=(1,))
+    for _ in range(2):  # at first the device gets its constants
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            found = _C.recipes.fused(expected.value)
+    assert is_identical(found, expected.tensor)
+    return {event.name for event in profiler.events()}
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("half", [4, 8, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", ROTATED)
+def test_rotary_embedding(way, dtype, half, transposed, normed, device):
+    """Halves are read where they are, if they are vectors: no op joins them."""
+    samples, heads, length = 2, 3, 5
+    x = numbers((samples, length, heads, 2 * half) if transposed else (samples, heads, length, 2 * half), device, dtype)
+    cos, sin = numbers((length, 2 * half), device, dtype), numbers((1, length, 2 * half), device, dtype)
+    if normed:
+        weight, rstd = numbers((2 * half,), device, dtype), torch.rand(*x.shape[:-1], 1, device=device)
+        x = Op(torch.mul, Op(torch.Tensor.to, Op(torch.mul, widened(x), rstd), arguments=(dtype,)), weight)
+    else:
+        x = Op(formulas.same, x)
+    x = Op(torch.transpose, x, arguments=(1, 2)) if transposed else x
+    ops = embedded(x, ROTATED[way](x, half), cos, sin)
+    assert ("aten::neg" in ops) == (half == 4)
+
+
+@pytest.mark.parametrize("way", NOT_ROTATED)
+def test_what_is_no_rotary_embedding(way, device):
+    rotated = NOT_ROTATED[way](Op(torch.mul, numbers((2, 3, 6, 64), device), 1.5), 32)
+    x, cos, sin = (numbers(rotated.tensor.shape, device) for _ in range(3))
+    assert "aten::cat" in embedded(x, rotated, cos, sin)
 
 
 def of_others(value, w, count):

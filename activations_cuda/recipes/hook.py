@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from activations_cuda import _C
 from activations_cuda.recipes import formulas, programs
-from activations_cuda.recipes.rules import RULES, RULES_WITH_CONVOLUTIONS
+from activations_cuda.recipes.rules import RULES, RULES_WITH_CONVOLUTIONS, SPLIT
 from activations_cuda.recipes.step import DTYPE, NUMBER, OUTPUT_NR, SHAPE, NothingYet, OpRule, Step, Underivable
 from activations_cuda.recipes.verification import Candidates, is_identical, is_of_handler, log, verify
 
@@ -136,6 +136,10 @@ _C.recipes.set_up(
     multiply=torch.mul,
     power=torch.pow,
     dropout=formulas.dropout,
+    negative=torch.neg,
+    cat=formulas.cat,
+    slice=torch.ops.aten.slice,
+    split=SPLIT.formula,
     op_rule=OpRule,
     candidates=Candidates,
     underivable=Underivable,

@@ -184,6 +184,7 @@ MIN_REPETITIONS = 4  # in a net of three layers, two raise the peak of a step by
 WINDOW = "kernel_size", "stride", "padding"
 SCALES = "scales_d", "scales_h", "scales_w"
 INTERPOLATED = "output_size", "align_corners"
+SPLIT = one_of(torch.split, "split_size", "dim")
 
 RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     # activations
@@ -331,7 +332,7 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "SliceBackward0": unsaved(aten.slice, "dim", "start", "end", "step"),
     "DiagonalBackward0": unsaved(torch.diagonal, "offset", "dim1", "dim2"),
     "UnfoldBackward0": unsaved(aten.unfold, "dimension", "size", "step"),
-    "SplitBackward0": one_of(torch.split, "split_size", "dim"),
+    "SplitBackward0": SPLIT,
     "SplitWithSizesBackward0": one_of(torch.split_with_sizes, "split_sizes", "dim"),
     "UnbindBackward0": one_of(torch.unbind, "dim"),
 }

@@ -13,8 +13,8 @@
 namespace fastact::recipes {
 
 // How the dimensions of an operand belong to the output's: as in broadcasting, or one for each channel, or for each group of
-// channels in each sample. A table has none of them.
-enum class Place { broadcast, channels, groups, table };
+// channels in each sample, or for each half of the last dimension. A table has none of them.
+enum class Place { broadcast, channels, groups, halves, table };
 
 // A reference of a formula's instruction: to an operand of the formula, to an argument, or a number. The number also stands for
 // an operand that is None.
@@ -56,9 +56,13 @@ struct Formulas {
         multiply(given["multiply"]),
         power(given["power"]),
         dropout(given["dropout"]),
+        negative(given["negative"]),
+        cat(given["cat"]),
+        slice(given["slice"]),
+        split(given["split"]),
         cast(given["cast"]) {}
 
-  py::object reshape, expand, transpose, permute, same, multiply, power, dropout;
+  py::object reshape, expand, transpose, permute, same, multiply, power, dropout, negative, cat, slice, split;
   // Those that aren't called: a cast, a view of (base, offset), and a mask of its bits, whose sizes, strides and dtype are the
   // recipe's.
   py::object cast;

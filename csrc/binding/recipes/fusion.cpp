@@ -2,6 +2,7 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -12,6 +13,7 @@
 #include "../dispatch.h"
 #include "../dtypes.h"
 #include "../strides.h"
+#include "constant.h"
 #include "element.h"
 #include "formulas.h"
 #include "lowering.h"
@@ -28,8 +30,6 @@ bool flushes_subnormals() {
 }
 
 using Leaf = Lowered::Leaf;
-
-constexpr int64_t kElementsOfVector = 8;  // that a kernel reads at once, in a half type
 
 // The output's dimensions and, for each of them, the strides of all that a program reads.
 struct Geometry {
@@ -129,26 +129,27 @@ std::optional<at::Tensor> viewed(const at::Tensor& tensor, at::IntArrayRef from,
 }
 
 // The same where its dimensions are in another order.
-std::optional<at::Tensor> permuted(const at::Tensor& tensor, const Leaf& leaf, at::IntArrayRef sizes) {
-  const at::DimVector& from = leaf.reader->sizes;
-  at::DimVector dims(leaf.order.size());
-  for (size_t dim = 0; dim < dims.size(); ++dim) {
-    if (sizes.size() != dims.size() || sizes[leaf.order[dim]] != from[dim]) {
-      return std::nullopt;
-    }
-    dims[leaf.order[dim]] = static_cast<int64_t>(dim);
+at::Tensor permuted(const at::Tensor& tensor, const Leaf& leaf) {
+  const size_t dims = leaf.order.size(), outer = dims - tensor.dim();  // dimensions that it lacks
+  at::DimVector sizes(dims, 1), strides(dims, 0);
+  for (size_t dim = outer; dim < dims; ++dim) {
+    sizes[leaf.order[dim]] = tensor.size(dim - outer);
+    strides[leaf.order[dim]] = tensor.stride(dim - outer);
   }
-  at::Tensor result = tensor;
-  while (result.dim() < static_cast<int64_t>(dims.size())) {
-    result = result.unsqueeze(0);
-  }
-  return result.permute(dims);
+  return tensor.as_strided(sizes, strides);
+}
+
+// What the halves are multiplied by.
+Constant& signs() {
+  static auto& constant = *new Constant([] { return at::tensor({-1.0f, 1.0f}); });
+  return constant;
 }
 
 // Runs a lowered recipe on the tensors of its leaves.
 class Run {
  public:
-  explicit Run(const Lowered& lowered) : lowered_(lowered), tensors_(lowered.leaves.size()) {}
+  explicit Run(const Lowered& lowered)
+      : lowered_(lowered), tensors_(lowered.leaves.size()), offsets_(lowered.leaves.size(), 0) {}
 
   // The output, or none where it is to be computed by PyTorch's ops.
   std::optional<at::Tensor> operator()(bool needs_form);
@@ -159,9 +160,11 @@ class Run {
   void widen_parameters();
   std::optional<at::DimVector> output_strides() const;
   std::optional<Geometry> lay_out(const at::DimVector& strides);
+  void swap_halves(Geometry& geometry);
 
   const Lowered& lowered_;
   c10::SmallVector<at::Tensor, 8> tensors_;  // of the leaves
+  c10::SmallVector<int64_t, 8> offsets_;     // of what the output's first element is computed from
   at::Tensor like_, dense_leaf_;             // the first leaf, and the first of the program's sizes that is dense
 };
 
@@ -181,10 +184,10 @@ bool Run::read_leaves() {
     if (leaf.place == Place::table) {
       continue;
     }
-    if (!leaf.order.empty() || leaf.reader->sizes != lowered_.sizes) {
-      const auto view = leaf.is_bits         ? std::nullopt
-                        : leaf.order.empty() ? viewed(tensor, leaf.reader->sizes, sizes)
-                                             : permuted(tensor, leaf, sizes);
+    if (!leaf.order.empty()) {
+      tensor = permuted(tensor, leaf);
+    } else if (leaf.reader->sizes != lowered_.sizes) {
+      const auto view = leaf.is_bits ? std::nullopt : viewed(tensor, leaf.reader->sizes, sizes);
       if (!view) {
         return false;
       }
@@ -196,6 +199,13 @@ bool Run::read_leaves() {
   }
   for (size_t k = 0; k < tensors_.size(); ++k) {
     if (lowered_.leaves[k].value) {
+      continue;
+    }
+    if (lowered_.leaves[k].place == Place::halves) {
+      tensors_[k] = signs().on(like_.device());
+      if (!tensors_[k].defined()) {
+        return false;
+      }
       continue;
     }
     const Value& recipe = *lowered_.leaves[k].reader;
@@ -254,7 +264,7 @@ std::optional<Geometry> Run::lay_out(const at::DimVector& strides) {
     const Leaf& leaf = lowered_.leaves[k];
     at::Tensor& tensor = tensors_[k];
     std::optional<at::DimVector> along;
-    if (leaf.place == Place::table) {
+    if (leaf.place == Place::table || leaf.place == Place::halves) {
       along = at::DimVector(sizes.size(), 0);
     } else if (leaf.place == Place::groups) {
       groups = tensor.size(1);
@@ -283,7 +293,28 @@ std::optional<Geometry> Run::lay_out(const at::DimVector& strides) {
       }
     }
   }
+  swap_halves(geometry);
   return geometry;
+}
+
+// Splits the last dimension in halves if they count for some leaf: one that is read in the other order is so from its second
+// half, backwards.
+void Run::swap_halves(Geometry& geometry) {
+  const auto& leaves = lowered_.leaves;
+  if (std::none_of(leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.place == Place::halves; })) {
+    return;
+  }
+  const size_t last = geometry.sizes.size() - 1;
+  geometry.split(last, geometry.sizes[last] / 2);
+  for (size_t k = 0; k < leaves.size(); ++k) {
+    int64_t& between = geometry.strides[k + 1][last];
+    if (leaves[k].place == Place::halves) {
+      between = 1;
+    } else if (leaves[k].swaps_halves) {
+      offsets_[k] = between;
+      between = -between;
+    }
+  }
 }
 
 std::optional<at::Tensor> Run::operator()(bool needs_form) {
@@ -302,7 +333,8 @@ std::optional<at::Tensor> Run::operator()(bool needs_form) {
   program.instructions = static_cast<int>(lowered_.instructions.size());
   std::copy(lowered_.instructions.begin(), lowered_.instructions.end(), program.instruction);
   for (size_t k = 0; k < tensors_.size(); ++k) {
-    program.operand[k].data = tensors_[k].const_data_ptr();
+    const int64_t bytes = offsets_[k] * static_cast<int64_t>(tensors_[k].element_size());
+    program.operand[k].data = static_cast<const char*>(tensors_[k].const_data_ptr()) + bytes;
     program.operand[k].element = lowered_.leaves[k].is_bits ? Element::bit : element_of(tensors_[k].scalar_type());
   }
   if (!geometry->write(&program)) {

@@ -19,6 +19,44 @@ bool is_there(const Lowered::Leaf& leaf) {
   return !leaf.value || leaf.is_bits || !leaf.value->is_recipe() || leaf.value->remembers() || leaf.value->readers > 1;
 }
 
+// Which half of its operand's last dimension a value shows: 0, 1 or, if neither, -1.
+int half_shown(const Value& value) {
+  const bool is_slice = value.formula.is(formulas().slice);
+  if (!is_slice && !value.formula.is(formulas().split)) {
+    return -1;
+  }
+  const at::IntArrayRef whole = value_of(value.operands[0]).sizes_of();
+  if (value.sizes.empty() || 2 * value.sizes.back() != whole.back()) {
+    return -1;
+  }
+  const auto given = [&](size_t i) { return PyLong_AsLongLong(value.arguments[i].ptr()); };
+  if (!is_slice) {
+    return static_cast<int>(given(0));
+  }
+  const int64_t start = value.arguments[1].is_none() ? 0 : given(1), half = value.sizes.back();
+  return given(3) != 1 ? -1 : start == 0 ? 0 : start == half || start == -half ? 1 : -1;
+}
+
+// The input of which a concatenation has the halves of the last dimension, the second one negated and before the first, as
+// rotary embeddings take it; or null.
+Value* rotated_input(const Value& recipe) {
+  const auto is_recipe = [](const py::object& each) { return is_value(each) && value_of(each).is_recipe(); };
+  const auto& halves = recipe.operands;
+  if (halves.size() != 2 || !is_recipe(halves[0]) || !is_recipe(halves[1])) {
+    return nullptr;
+  }
+  const Value &negated = value_of(halves[0]), &first = value_of(halves[1]);
+  if (!negated.formula.is(formulas().negative) || !is_recipe(negated.operands[0])) {
+    return nullptr;
+  }
+  const Value& second = value_of(negated.operands[0]);
+  if (half_shown(first) != 0 || half_shown(second) != 1 || !first.operands[0].is(second.operands[0])) {
+    return nullptr;
+  }
+  Value& input = value_of(first.operands[0]);
+  return input.sizes_of() == at::IntArrayRef(recipe.sizes) ? &input : nullptr;
+}
+
 // Lowers one recipe.
 class Lowering {
  public:
@@ -80,6 +118,9 @@ class Lowering {
     if (is_half(recipe.dtype) && first.dtype_of() == recipe.dtype && recipe.operands.size() == 1 && facts.is_tabulated) {
       return append_operand(recipe, first) && append_table(recipe);
     }
+    if (recipe.formula.is(formulas().cat)) {
+      return append_rotated(recipe);
+    }
     if (!facts.program || (recipe.device->is_cpu() && facts.varies_with(recipe.arguments))) {
       return false;
     }
@@ -96,6 +137,21 @@ class Lowering {
            std::all_of(instructions.begin(), instructions.end(), [&](const FormulaInstruction& instruction) {
              return append_instruction(recipe, instruction);
            });
+  }
+
+  bool append_rotated(const Value& recipe) {
+    Value* const input = rotated_input(recipe);
+    if (!input || swaps_halves_ || !order_.empty() || recipe.sizes != lowered_.sizes ||
+        recipe.sizes.back() % (2 * kElementsOfVector) != 0) {
+      return false;
+    }
+    swaps_halves_ = has_halves_ = true;
+    const bool is_appended = append_operand(recipe, *input);
+    swaps_halves_ = false;
+    Instruction negate = {Opcode::multiply, Element::float32, {}};
+    negate.reference[0].operand = static_cast<int8_t>(lowered_.leaves.size());
+    lowered_.leaves.push_back({nullptr, &recipe, Place::halves, false, {}});
+    return is_appended && lowered_.leaves.size() <= Program::kMaxOperands && add(negate);
   }
 
   // Whether a sum with a number rounds once: not of a half type on the CPU, whose op rounds the number first, nor its product.
@@ -169,7 +225,8 @@ class Lowering {
   // The recipe that a view of it shows, whose elements the program now counts as it does the view's, or the value itself. Null
   // for views of what is at hand.
   Value* behind_view(const Value& reader, Value& value) {
-    const bool counts_in_output_sizes = order_.empty() && !lowered_.is_reshaped() && reader.sizes == lowered_.sizes;
+    const bool counts_in_output_sizes =
+        order_.empty() && !has_halves_ && !lowered_.is_reshaped() && reader.sizes == lowered_.sizes;
     const bool is_reshape = value.formula.is(formulas().reshape) && counts_in_output_sizes;
     const bool is_transpose = value.formula.is(formulas().transpose), is_permute = value.formula.is(formulas().permute);
     if (!is_reshape && !is_transpose && !is_permute) {
@@ -299,7 +356,8 @@ class Lowering {
   bool add_leaf(const Value& reader, Value& value, Place place, Reference* reference) {
     // A mask that is broadcast isn't read eight at a time.
     const bool is_bits = value.is_recipe() && value.formula.is(formulas().unpack_mask) && value.sizes == reader.sizes;
-    if (lowered_.leaves.size() == Program::kMaxOperands || (!order_.empty() && (is_bits || place != Place::broadcast)) ||
+    const bool is_moved = !order_.empty() || swaps_halves_;
+    if (lowered_.leaves.size() == Program::kMaxOperands || (is_moved && (is_bits || place != Place::broadcast)) ||
         (!is_bits && (!is_float_or_half(value.dtype_of()) || !adopt_half(value.dtype_of())))) {
       return false;
     }
@@ -308,7 +366,7 @@ class Lowering {
     const bool is_dense = !is_bits && place == Place::broadcast && value.sizes_of() == at::IntArrayRef(reader.sizes);
     dense_ += is_dense;
     again_ += is_dense && std::any_of(leaves.begin(), leaves.end(), [&](const auto& leaf) { return leaf.value == &value; });
-    lowered_.leaves.push_back({&value, &reader, place, is_bits, order_});
+    lowered_.leaves.push_back({&value, &reader, place, is_bits, order_, swaps_halves_});
     return true;
   }
 
@@ -325,6 +383,7 @@ class Lowering {
   int again_ = 0;     // those whose tensor it has read before
   int attempts_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
+  bool swaps_halves_ = false, has_halves_ = false;  // what is appended, as a leaf; whether a leaf does, or is one for each
   bool may_pass_over_shared_;
 };
 

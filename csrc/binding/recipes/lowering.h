@@ -12,14 +12,18 @@
 
 namespace fastact::recipes {
 
+constexpr int64_t kElementsOfVector = 8;  // that a kernel reads at once, in a half type
+
 struct Lowered {
   // What the instructions read, in the order of the program's operands.
   struct Leaf {
-    Value* value;  // or none: the table of a function, which is made when all else is known
+    // Or none: the table of a function, which is made when all else is known, or for Place::halves -1 and 1.
+    Value* value;
     const Value* reader;
     Place place;
     bool is_bits;
-    at::DimVector order;  // the program's dimension for each of the reader's, if they are in another order
+    at::DimVector order;        // the program's dimension for each of the reader's, if they are in another order
+    bool swaps_halves = false;  // of the program's last dimension
   };
 
   bool is_reshaped() const { return sizes != root->sizes; }

@@ -3,9 +3,8 @@
 #include <ATen/ops/arange.h>
 
 #include <algorithm>
-#include <unordered_map>
 
-#include "../devices.h"
+#include "constant.h"
 
 namespace fastact::recipes {
 namespace {
@@ -40,20 +39,10 @@ bool reads_first_alone(const Program& program, const Instruction& instruction) {
   });
 }
 
-// All numbers of a half type by their bits, which are the same for either. Called with the GIL.
-const void* numbers_on(at::Device device) {
-  static auto& known = *new std::unordered_map<at::Device, at::Tensor>();
-  const auto found = known.find(device);
-  if (found != known.end()) {
-    return found->second.const_data_ptr();
-  }
-  if (is_capturing(device)) {
-    return nullptr;  // a graph's memory is its own
-  }
-  // Without modes of the user's, which might change what stays. The copy waits for the device.
-  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
-  const at::Tensor numbers = at::arange(kNumbersOfHalf, at::kInt).to(at::kShort).to(device);
-  return known.emplace(device, numbers).first->second.const_data_ptr();
+// All numbers of a half type by their bits, which are the same for either.
+Constant& numbers() {
+  static auto& constant = *new Constant([] { return at::arange(kNumbersOfHalf, at::kInt).to(at::kShort); });
+  return constant;
 }
 
 }  // namespace
@@ -80,8 +69,8 @@ int tabulated_instructions(const Program& program, at::Device device) {
 }
 
 std::optional<Program> program_of_table(const Program& program, int instructions, at::Device device) {
-  const void* const numbers = numbers_on(device);
-  if (!numbers) {
+  const at::Tensor all = numbers().on(device);
+  if (!all.defined()) {
     return std::nullopt;
   }
   Program result = program;
@@ -91,7 +80,7 @@ std::optional<Program> program_of_table(const Program& program, int instructions
   result.element = program.operand[first_operand(program)].element;
   for (int k = 0; k < program.operands; ++k) {
     const bool is_first = are_same(program, first_operand(program), k);
-    result.operand[k].data = is_first ? numbers : program.operand[k].data;
+    result.operand[k].data = is_first ? all.const_data_ptr() : program.operand[k].data;
     result.operand[k].stride[0] = is_first ? 1 : 0;
   }
   return result;

@@ -142,12 +142,15 @@ bool start_rms_norm(const Program& program, Stream stream) {
       Form<2, more, LoadAny, Multiply<any>, Multiply<any>>>(program, stream);
 }
 
-// Queries and keys of which pairs are rotated, normalized before or not.
+// Queries and keys of which pairs are rotated. Where these lie in two halves they are read twice, in the first place in the
+// other order and times -1 and 1, and may be normalized before.
 template <class T, int n>
 bool start_rotary_embedding(const Program& program, Stream stream) {
+  using Times = Multiply<any>;
   return start_one_of<
-      T, n, Form<2, more, LoadAnywhere, Multiply<any>, Stash, LoadAnywhere, Multiply<any>, Add<stash>>,
-      Form<2, more, LoadAnywhere, Multiply<any>, Stash, LoadAnywhere, Multiply<any>, Multiply<any>, Multiply<any>, Add<stash>>>(
+      T, n, Form<2, more, LoadAnywhere, Times, Stash, LoadAnywhere, Times, Add<stash>>,
+      Form<2, all, LoadAnywhere, Times, Times, Stash, LoadAnywhere, Times, Add<stash>>,
+      Form<1, all, LoadAnywhere, Times, Times, Times, Times, Stash, LoadAnywhere, Times, Times, Times, Add<stash>>>(
       program, stream);
 }
 
