@@ -46,8 +46,8 @@ def group_norm(x, groups=32):
     )
 
 
-def layer_norm(x):
-    parameters = [numbers(x.shape[-1], dtype=torch.float32) for _ in range(2)]
+def layer_norm(x, dtype=torch.float32):
+    parameters = [numbers(x.shape[-1], dtype=dtype) for _ in range(2)]
     statistics = [numbers(len(x), 1, dtype=torch.float32) for _ in range(2)]
     return recipe(x, norms.layer_norm_centered, x, *parameters, *statistics, arguments=((x.shape[-1],),))
 
@@ -167,6 +167,11 @@ FORMS = {
     "group norm, SiLU": (lambda: images(320, 32, torch.contiguous_format), lambda x: silu(x, group_norm(x)), 4),
     "group norm, contiguous, 7 x 7": (lambda: images(320, 7, torch.contiguous_format), group_norm, 4),
     "layer norm": (lambda: numbers(ELEMENTS // 768, 768), layer_norm, 4),
+    "layer norm, parameters in bfloat16": (
+        lambda: numbers(ELEMENTS // 768, 768),
+        lambda x: layer_norm(x, torch.bfloat16),
+        4,
+    ),
     "RMS norm of heads, rotary embedding": (lambda: numbers(ELEMENTS // 2**21, 1024, 16, 128), rotary_embedding, 4),
     "SwiGLU": (lambda: numbers(ELEMENTS // 5632, 5632), swiglu, 6),
     "SwiGLU of a tensor's halves": (lambda: numbers(ELEMENTS // 11264, 11264), swiglu_of_halves, 3),

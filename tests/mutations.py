@@ -626,7 +626,7 @@ RECOMPUTE = [
     Mutant("sizes of a view", LOWERING, "lowered_.sizes = found->sizes;", ""),
     Mutant("dimensions joined for the output alone", FUSION, "continues = strides[k + 1][dim] ==", "continues = true ||"),
     Mutant("a group's statistics for all", FUSION, "geometry.strides[k + 1][1] = tensors_[k].stride(1);", ""),
-    Mutant("subnormals that are flushed", FUSION, "root.device->is_cpu() && flushes_subnormals()", "false"),
+    Mutant("subnormals that are flushed", FUSION, "is_on_cpu && flushes_subnormals()", "false"),
     Mutant("bits in the other order", CPU_PROGRAM, ">> (offset % kMaskBits) & 1", ">> (7 - offset % kMaskBits) & 1"),
     Mutant("a row's end is not seen", CPU_PROGRAM, "std::min(end - at, program.size[0] - coordinate[0])", "end - at"),
     Mutant(

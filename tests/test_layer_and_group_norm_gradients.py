@@ -151,7 +151,7 @@ def check(norm, expected_is_ours=None):
         assert [each.stride() for each in found] == [each.stride() for each in expected]
         assert not any(each._is_view() for each in found)
     assert is_ours(names) == expected_is_ours
-    if expected_is_ours:
+    if expected_is_ours and norm.of_norm == torch.float32:  # parameters in a half type may be cast for the output
         assert not casts(names)
 
 

@@ -157,10 +157,11 @@ class Run {
  private:
   // The steps: the leaves' tensors, if they fit together; the output's strides; those of all that is read.
   bool read_leaves();
-  void widen_parameters();
+  c10::SmallVector<int, 4> half_parameters() const;
   std::optional<at::DimVector> output_strides() const;
   std::optional<Geometry> lay_out(const at::DimVector& strides);
   void swap_halves(Geometry& geometry);
+  std::optional<at::Tensor> compute(bool needs_form);
 
   const Lowered& lowered_;
   c10::SmallVector<at::Tensor, 8> tensors_;  // of the leaves
@@ -219,17 +220,18 @@ bool Run::read_leaves() {
   return true;
 }
 
-// A GPU's forms read norms' parameters and statistics in float32, as they are under autocast. Those of a model in a half type
-// are cast: they are few.
-void Run::widen_parameters() {
+// The norms' parameters and statistics that are in a half type: under autocast there are none.
+c10::SmallVector<int, 4> Run::half_parameters() const {
+  c10::SmallVector<int, 4> result;
   for (const Instruction& instruction : lowered_.instructions) {
     for (int r = 0; is_norm(instruction.opcode) && r < references_of(instruction.opcode); ++r) {
       const int k = instruction.reference[r].operand;
-      if (k >= 0 && tensors_[k].is_cuda() && is_half(tensors_[k].scalar_type())) {
-        tensors_[k] = tensors_[k].to(at::kFloat);
+      if (k >= 0 && is_half(tensors_[k].scalar_type())) {
+        result.push_back(k);
       }
     }
   }
+  return result;
 }
 
 std::optional<at::DimVector> Run::output_strides() const {
@@ -318,11 +320,24 @@ void Run::swap_halves(Geometry& geometry) {
 }
 
 std::optional<at::Tensor> Run::operator()(bool needs_form) {
-  const Value& root = *lowered_.root;
-  if ((root.device->is_cpu() && flushes_subnormals()) || c10::multiply_integers(lowered_.sizes) == 0 || !read_leaves()) {
+  const bool is_on_cpu = lowered_.root->device->is_cpu();
+  if ((is_on_cpu && flushes_subnormals()) || c10::multiply_integers(lowered_.sizes) == 0 || !read_leaves()) {
     return std::nullopt;
   }
-  widen_parameters();
+  const auto half = is_on_cpu ? c10::SmallVector<int, 4>() : half_parameters();
+  if (!half.empty()) {
+    if (auto result = compute(/*needs_form=*/true)) {
+      return result;
+    }
+    for (const int k : half) {  // most forms read them in float32
+      tensors_[k] = tensors_[k].to(at::kFloat);
+    }
+  }
+  return compute(needs_form);
+}
+
+std::optional<at::Tensor> Run::compute(bool needs_form) {
+  const Value& root = *lowered_.root;
   const auto strides = output_strides();
   const auto geometry = strides ? lay_out(*strides) : std::nullopt;
   if (!geometry) {

@@ -12,15 +12,17 @@ namespace {
 enum class Layout : uint8_t {
   number,
   stash,
-  dense,        // as the output, and in its dtype
-  dense_any,    // as the output, in any dtype
-  bits,         // as the output, a bit for each element
-  column,       // the same in all rows, in float32
-  half_column,  // the same in all rows, in the half type
-  row,          // the same in all of a row, in float32
-  same_row,     // where the reference before it is, in float32
-  apart,        // in vectors, in the output's dtype, but its rows may be apart
-  gate,         // in the output's dtype, the same in all of a sample's rows, or for Spread::row and anywhere in all of a row
+  dense,          // as the output, and in its dtype
+  dense_any,      // as the output, in any dtype
+  bits,           // as the output, a bit for each element
+  column,         // the same in all rows, in float32
+  half_column,    // the same in all rows, in the half type
+  row,            // the same in all of a row, in float32
+  half_row,       // the same in all of a row, in the half type
+  same_row,       // where the reference before it is, in float32
+  same_half_row,  // where the reference before it is, in the half type
+  apart,          // in vectors, in the output's dtype, but its rows may be apart
+  gate,           // in the output's dtype, the same in all of a sample's rows, or for Spread::row and anywhere in all of a row
   any,
   table,  // not of the output's elements
 };
@@ -125,6 +127,7 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
   }
   const auto& operand = program.operand[reference.operand];
   const bool is_float = operand.element == Element::float32, is_bit = operand.element == Element::bit;
+  const bool is_half = !is_float && !is_bit;
   const int64_t *strides = operand.stride, *last = strides + program.dims;
   const auto is_column = [&] {
     return strides[0] == 1 && std::all_of(strides + 1, last, [](int64_t each) { return each == 0; });
@@ -139,16 +142,20 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
     case Layout::column:
       return is_float && is_column();
     case Layout::half_column:
-      return !is_float && !is_bit && is_column();
+      return is_half && is_column();
     case Layout::row:
       return is_float && strides[0] == 0;
+    case Layout::half_row:
+      return is_half && strides[0] == 0;
     case Layout::apart:
       return operand.element == program.element && strides[0] == 1;
     case Layout::gate:
       return operand.element == program.element &&
              (spread == Spread::sample ? strides[0] == 1 && strides[1] == 0 : strides[0] == 0);
     case Layout::same_row:
-      return is_float && std::equal(strides, last, program.operand[instruction.reference[r - 1].operand].stride);
+    case Layout::same_half_row:
+      return (layout == Layout::same_row ? is_float : is_half) &&
+             std::equal(strides, last, program.operand[instruction.reference[r - 1].operand].stride);
     default:
       return true;
   }

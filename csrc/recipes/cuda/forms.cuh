@@ -16,8 +16,8 @@ bool start_one_of(const Program& program, Stream stream) {
 }
 
 constexpr auto number = Layout::number, stash = Layout::stash, dense = Layout::dense, dense_any = Layout::dense_any,
-               column = Layout::column, half_column = Layout::half_column, row = Layout::row, same_row = Layout::same_row,
-               apart = Layout::apart, gate = Layout::gate, any = Layout::any;
+               column = Layout::column, half_column = Layout::half_column, row = Layout::row, half_row = Layout::half_row,
+               same_row = Layout::same_row, apart = Layout::apart, gate = Layout::gate, any = Layout::any;
 constexpr int two = 2, three = 3, more = 4, all = Program::kMaxDims;  // dimensions
 
 using Load = InstructionOf<Opcode::load, dense>;
@@ -83,13 +83,27 @@ bool start_norm_of_planes(const Program& program, Stream stream) {
       FormOfRows<2, three, spread, Load, Norm, Add<dense>, Clamp, Stash, Load, Norm, Add<stash>, Clamp>>(program, stream);
 }
 
+template <Layout row, Layout same>
+using GroupNormOf = InstructionOf<Opcode::folded_norm, row, same, row, same>;
+
+// A group norm of which all is in the half type, its statistics too.
+template <class T, int n, Spread spread>
+bool start_half_group_norm(const Program& program, Stream stream) {
+  using Norm = GroupNormOf<half_row, Layout::same_half_row>;
+  constexpr int some = spread == Spread::row ? 4 : 2;
+  return start_one_of<
+      T, n, FormOfRows<some, more, spread, Load, Norm>, FormOfRows<some, more, spread, Load, Norm, LookUp>,
+      FormOfRows<some, more, spread, Load, Norm, Gradient>>(program, stream);
+}
+
 // A group norm is in float32 under autocast, and so is what follows it.
 template <class T, int n, Spread spread>
 bool start_group_norm(const Program& program, Stream stream) {
-  using Norm = InstructionOf<Opcode::folded_norm, row, same_row, row, same_row>;
+  using Norm = GroupNormOf<row, same_row>;
   if constexpr (n == 8) {
     constexpr int some = spread == Spread::row ? 4 : 2;
-    if (start_one_of<
+    if (start_half_group_norm<T, n, spread>(program, stream) ||
+        start_one_of<
             T, n, FormOfRows<some, more, spread, Load, Norm, LookUp>, FormOfRows<some, more, spread, Load, Norm, Gradient>>(
             program, stream)) {
       return true;
@@ -121,10 +135,19 @@ template <Layout weight, Layout bias>
 using LayerNormWith = InstructionOf<Opcode::centered_norm, row, same_row, weight, bias>;
 using LayerNorm = LayerNormWith<column, column>;
 
-// A layer norm, and what follows it: nothing, dropout, or the scale and shift of a diffusion transformer.
+// A layer norm, and what follows it: nothing, dropout, or the scale and shift of a diffusion transformer. Its parameters may be
+// in the half type as its input is.
 template <class T, int n>
 bool start_layer_norm(const Program& program, Stream stream) {
   using WithoutParameters = LayerNormWith<number, number>;
+  if constexpr (n == 8) {
+    using Norm = LayerNormWith<half_column, half_column>;
+    if (start_one_of<
+            T, n, Form<4, two, Load, Norm>, Form<2, two, Load, Norm, LookUp>, Form<2, two, Load, Norm, Gradient>,
+            Form<2, two, Load, Add<dense>, Norm>, Form<2, two, Load, LayerNormWith<half_column, number>>>(program, stream)) {
+      return true;
+    }
+  }
   return start_one_of<
       T, n, Form<n == 8 ? 4 : 2, two, LoadAny, LayerNorm>, Form<2, more, LoadAny, LayerNorm>,
       Form<2, more, LoadAnywhere, LayerNorm>,  // transposed for attention

@@ -149,10 +149,10 @@ class Thread {
           fetch(from.data, element(k, r), of == Layout::any && from.stride[0] == 0, offset_of(k, r, u), words);
           continue;
         }
-        here[u] = of == Layout::same_row ? here[u] : offset_of(from, 0, outer_[u]);
+        here[u] = is_same_row(of) ? here[u] : offset_of(from, 0, outer_[u]);
         fetch_one(k, r, here[u], words[kHere]);
         if (Form::spread == Spread::anywhere && rest_[u] < n) {
-          next[u] = of == Layout::same_row ? next[u] : offset_of(from, 0, next_[u]);
+          next[u] = is_same_row(of) ? next[u] : offset_of(from, 0, next_[u]);
           fetch_one(k, r, next[u], words[kNext]);
         }
       }
@@ -234,6 +234,8 @@ class Thread {
 
   __device__ static bool is_column(Layout layout) { return layout == Layout::column || layout == Layout::half_column; }
 
+  __device__ static bool is_same_row(Layout layout) { return layout == Layout::same_row || layout == Layout::same_half_row; }
+
   __device__ const Reference& reference(int k, int r) const { return program_.instruction[k].reference[r]; }
 
   __device__ const Program::Operand& operand(int k, int r) const { return program_.operand[reference(k, r).operand]; }
@@ -253,6 +255,8 @@ class Thread {
       case Layout::gate:
         return own;
       case Layout::half_column:
+      case Layout::half_row:
+      case Layout::same_half_row:
         return Element::bfloat16;  // stands for T
       case Layout::bits:
         return Element::bit;
@@ -268,7 +272,7 @@ class Thread {
   // Whether it is the same for all of a row.
   __device__ static bool is_of_row(int k, int r) {
     const Layout of = layout(k, r);
-    return of == Layout::row || of == Layout::same_row || (of == Layout::gate && !has_columns);
+    return of == Layout::row || of == Layout::half_row || is_same_row(of) || (of == Layout::gate && !has_columns);
   }
 
   // Whether it is the same for all vectors of a thread.
