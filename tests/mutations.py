@@ -90,6 +90,7 @@ CODE_LAUNCH = "csrc/binding/codes/launch.cpp"
 CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
+CUDA_LAUNCH = "csrc/recipes/cuda/launch.cuh"
 CUDA_KERNELS = "csrc/recipes/cuda/kernels.cu"
 CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
 CUDA_BATCH_NORM_SHARED = "csrc/recipes/cuda/batch_norm.cuh"
@@ -210,6 +211,12 @@ ON = {
             "both halves are the first", CUDA_KERNELS, "operand.data = advance(operand.data, operand.element, elements);", ""
         ),
         Mutant("every sample is the first", CUDA_RECIPES, "outer_[u][1] = sample;", "outer_[u][1] = 0;"),
+        Mutant(
+            "operands in the program's order",
+            CUDA_LAUNCH,
+            "= program.operand[program.instruction[k].reference[r].operand]",
+            "= program.operand[Form::operand(k, r)]",
+        ),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM_SHARED, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
         Mutant("products that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(product);", ""),
         Mutant("threads' sums that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(others);", ""),

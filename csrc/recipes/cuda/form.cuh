@@ -35,6 +35,13 @@ struct InstructionOf {
     constexpr Layout all[] = {layouts..., Layout::number};
     return all[reference];
   }
+
+  // How many of the first references are to operands.
+  FASTACT_HOST_DEVICE static constexpr int operands(int references) {
+    int result = 0;
+    ((references-- > 0 && layouts != Layout::number && layouts != Layout::stash ? void(++result) : void()), ...);
+    return result;
+  }
 };
 
 // Where a thread's vectors lie.
@@ -70,6 +77,18 @@ struct Form {
       ++k;
     }
     return k;
+  }
+
+  // Where a form's kernel finds what a reference of instruction k reads: known when it is compiled, so that the kernel loads no
+  // index first.
+  FASTACT_HOST_DEVICE static constexpr int operand(int k, int reference) {
+    int result = 0;
+    ((result += k > 0    ? Instructions::operands(Instruction::kMaxReferences)
+                : k == 0 ? Instructions::operands(reference)
+                         : 0,
+      --k),
+     ...);
+    return result;
   }
 
   FASTACT_HOST_DEVICE static constexpr Layout layout(int k, int reference) {

@@ -90,7 +90,15 @@ bool start(const Program& program, Stream stream) {
     launch.rows = 1;
     in_row = divide(numel / n);
   }
-  if constexpr (!Form::is_known) {
+  if constexpr (Form::is_known) {  // the form's order of operands
+    for (int k = 0; k < program.instructions; ++k) {
+      for (int r = 0; r < references_of(program.instruction[k].opcode); ++r) {
+        if (program.instruction[k].reference[r].operand >= 0) {
+          launch.program.operand[Form::operand(k, r)] = program.operand[program.instruction[k].reference[r].operand];
+        }
+      }
+    }
+  } else {
     for (int k = 0; k < program.operands; ++k) {
       launch.is_dense[k] = is_dense(program, program.operand[k]);
     }

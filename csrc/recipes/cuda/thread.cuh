@@ -238,7 +238,13 @@ class Thread {
 
   __device__ const Reference& reference(int k, int r) const { return program_.instruction[k].reference[r]; }
 
-  __device__ const Program::Operand& operand(int k, int r) const { return program_.operand[reference(k, r).operand]; }
+  __device__ const Program::Operand& operand(int k, int r) const {
+    if constexpr (Form::is_known) {
+      return program_.operand[Form::operand(k, r)];
+    } else {
+      return program_.operand[reference(k, r).operand];
+    }
+  }
 
   __device__ static Layout layout(int k, int r) {
     if constexpr (Form::is_known) {
