@@ -90,6 +90,7 @@ CODE_LAUNCH = "csrc/binding/codes/launch.cpp"
 CPU_LOOKUP = "csrc/codes/cpu/kernels.cpp"
 CUDA_LOOKUP = "csrc/codes/cuda/kernels.cu"
 CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
+CUDA_FORM = "csrc/recipes/cuda/form.cuh"
 CUDA_LAUNCH = "csrc/recipes/cuda/launch.cuh"
 CUDA_KERNELS = "csrc/recipes/cuda/kernels.cu"
 CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
@@ -211,12 +212,15 @@ ON = {
             "both halves are the first", CUDA_KERNELS, "operand.data = advance(operand.data, operand.element, elements);", ""
         ),
         Mutant("every sample is the first", CUDA_RECIPES, "outer_[u][1] = sample;", "outer_[u][1] = 0;"),
+        Mutant("both of a pair are the first", CUDA_RECIPES, "outer_[u][0] = u;", "outer_[u][0] = 0;"),
+        Mutant("a pair of any two rows", CUDA_FORM, " || program.size[1] != 2", ""),
         Mutant(
             "operands in the program's order",
             CUDA_LAUNCH,
             "= program.operand[program.instruction[k].reference[r].operand]",
             "= program.operand[Form::operand(k, r)]",
         ),
+        Mutant("half rows in any dtype", CUDA_FORM, "return is_half && strides[0] == 0;", "return strides[0] == 0;"),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM_SHARED, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
         Mutant("products that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(product);", ""),
         Mutant("threads' sums that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(others);", ""),

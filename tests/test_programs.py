@@ -666,6 +666,13 @@ def test_what_is_no_rotary_embedding(way, device):
     assert "aten::cat" in embedded(x, rotated, cos, sin)
 
 
+def test_rows_that_are_no_halves(device):
+    """In the program of a rotary embedding."""
+    x, weight, rows, z = (numbers(shape, device) for shape in ((6, 5, 16), (16,), (6, 5, 1), (5, 16)))
+    expected = Op(formulas.add, Op(torch.mul, Op(torch.mul, x, rows), weight), Op(torch.mul, x, z), arguments=(1,))
+    assert is_identical(_C.recipes.fused(expected.value), expected.tensor)
+
+
 def of_others(value, w, count):
     for _ in range(count):
         value = Op(formulas.add, value, w.clone(), arguments=(1,))

@@ -22,6 +22,7 @@ enum class Layout : uint8_t {
   same_row,       // where the reference before it is, in float32
   same_half_row,  // where the reference before it is, in the half type
   apart,          // in vectors, in the output's dtype, but its rows may be apart
+  apart_any,      // the same, in any dtype
   gate,           // in the output's dtype, the same in all of a sample's rows, or for Spread::row and anywhere in all of a row
   any,
   table,  // not of the output's elements
@@ -48,6 +49,7 @@ struct InstructionOf {
 enum class Spread : uint8_t {
   columns,   // the same columns of several rows, so that what is the same in all rows is read once
   sample,    // the same, of rows of one sample, which the program's second dimension counts
+  pairs,     // the same columns of two rows, where the second dimension is of two
   row,       // in one row, whose length they must divide
   anywhere,  // a vector may cross the end of a row
 };
@@ -101,6 +103,11 @@ struct Form {
 template <int vectors, class... Instructions>
 struct FormOfSample : Form<vectors, 3, Instructions...> {
   static constexpr Spread spread = Spread::sample;
+};
+
+template <class... Instructions>
+struct FormOfPairs : Form<2, Program::kMaxDims, Instructions...> {
+  static constexpr Spread spread = Spread::pairs;
 };
 
 template <int vectors, int dims, Spread spread_, class... Instructions>
@@ -168,6 +175,8 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
       return is_half && strides[0] == 0;
     case Layout::apart:
       return operand.element == program.element && strides[0] == 1;
+    case Layout::apart_any:
+      return !is_bit && strides[0] == 1;
     case Layout::gate:
       return operand.element == program.element &&
              (spread == Spread::sample ? strides[0] == 1 && strides[1] == 0 : strides[0] == 0);
@@ -184,6 +193,7 @@ template <int n, class Form>
 bool has_form(const Program& program) {
   if (program.instructions != Form::instructions || program.dims > Form::dims ||
       (Form::spread == Spread::sample && program.dims == 1) ||
+      (Form::spread == Spread::pairs && (program.dims == 1 || program.size[1] != 2)) ||
       (Form::spread == Spread::row && program.size[0] % (Form::vectors * n) != 0)) {
     return false;
   }

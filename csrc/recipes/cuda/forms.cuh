@@ -17,7 +17,8 @@ bool start_one_of(const Program& program, Stream stream) {
 
 constexpr auto number = Layout::number, stash = Layout::stash, dense = Layout::dense, dense_any = Layout::dense_any,
                column = Layout::column, half_column = Layout::half_column, row = Layout::row, half_row = Layout::half_row,
-               same_row = Layout::same_row, apart = Layout::apart, gate = Layout::gate, any = Layout::any;
+               same_row = Layout::same_row, apart = Layout::apart, apart_any = Layout::apart_any, gate = Layout::gate,
+               any = Layout::any;
 constexpr int two = 2, three = 3, more = 4, all = Program::kMaxDims;  // dimensions
 
 using Load = InstructionOf<Opcode::load, dense>;
@@ -169,12 +170,13 @@ bool start_rms_norm(const Program& program, Stream stream) {
 // other order and times -1 and 1, and may be normalized before.
 template <class T, int n>
 bool start_rotary_embedding(const Program& program, Stream stream) {
-  using Times = Multiply<any>;
+  using LoadApart = InstructionOf<Opcode::load, n == 8 ? apart : apart_any>;
+  using One = Multiply<row>;
+  using Times = Multiply<apart_any>;
   return start_one_of<
-      T, n, Form<2, more, LoadAnywhere, Times, Stash, LoadAnywhere, Times, Add<stash>>,
-      Form<2, all, LoadAnywhere, Times, Times, Stash, LoadAnywhere, Times, Add<stash>>,
-      Form<1, all, LoadAnywhere, Times, Times, Times, Times, Stash, LoadAnywhere, Times, Times, Times, Add<stash>>>(
-      program, stream);
+      T, n, FormOfPairs<LoadApart, One, Times, Stash, LoadApart, Times, Add<stash>>,
+      FormOfPairs<LoadApart, One, Times, One, Times, Stash, LoadApart, One, Times, Times, Add<stash>>,
+      Form<2, more, LoadAnywhere, Multiply<any>, Stash, LoadAnywhere, Multiply<any>, Add<stash>>>(program, stream);
 }
 
 // A residual stream in float32 to which a half type is added, and what was added to it.

@@ -78,6 +78,11 @@ bool start(const Program& program, Stream stream) {
   if constexpr (Form::spread == Spread::columns) {
     launch.rows = divide(rows);
     in_row = vectors;
+  } else if constexpr (Form::spread == Spread::pairs) {
+    launch.count = rows;
+    launch.distance = 1;
+    launch.rows = rows / 2;
+    in_row = vectors;
   } else if constexpr (Form::spread == Spread::sample) {
     const auto of_sample = static_cast<int>(program.size[1]);
     launch.rows = rows / of_sample * divide(of_sample);

@@ -28,7 +28,10 @@ template <class T, int n, class Form>
 class Thread {
  public:
   __device__ Thread(const Launch& launch, int row, int place)
-      : launch_(launch), program_(launch.program), first_(has_columns ? row : place), inner_(place * n) {
+      : launch_(launch),
+        program_(launch.program),
+        first_((has_columns ? row : place) * (Form::spread == Spread::pairs ? 2 : 1)),
+        inner_(place * n) {
     const int sample = Form::spread == Spread::sample ? launch.in_sample.divide(&first_) : 0;
 #pragma unroll
     for (int u = 0; u < Form::vectors; ++u) {
@@ -54,6 +57,9 @@ class Thread {
       if constexpr (Form::spread == Spread::sample) {
         outer_[u][0] = 0;  // what isn't dense is the same in all of the sample's rows
         outer_[u][1] = sample;
+      } else if constexpr (Form::spread == Spread::pairs) {
+        outer_[u][0] = u;
+        find_row<2>(row, outer_[u]);
       } else {
         find_row(i, outer_[u]);
       }
@@ -88,10 +94,11 @@ class Thread {
 
   __device__ int size() const { return static_cast<int>(program_.size[0]); }  // of a row
 
-  // Row i's place in each dimension but the innermost.
+  // Row i's place in each dimension but the innermost; or in each from `first`, of rows that the others don't count for.
+  template <int first = 1>
   __device__ void find_row(int i, Row& row) const {
 #pragma unroll
-    for (int dim = 1; dim < Form::dims; ++dim) {
+    for (int dim = first; dim < Form::dims; ++dim) {
       row[dim - 1] = i;
       if (dim + 1 < Form::dims && dim + 1 < program_.dims) {
         const int next = launch_.size[dim].divide(&i);
@@ -224,7 +231,8 @@ class Thread {
     }
   }
 
-  static constexpr bool has_columns = Form::spread == Spread::columns || Form::spread == Spread::sample;
+  static constexpr bool has_columns =
+      Form::spread == Spread::columns || Form::spread == Spread::sample || Form::spread == Spread::pairs;
 
   // The output's dtype in a form; bfloat16 stands for T.
   static constexpr Element own = n == 8 ? Element::bfloat16 : Element::float32;
@@ -267,6 +275,7 @@ class Thread {
       case Layout::bits:
         return Element::bit;
       case Layout::dense_any:
+      case Layout::apart_any:
         return operand(k, r).element == Element::float32 ? Element::float32 : Element::bfloat16;
       case Layout::any:
         return operand(k, r).element;
@@ -376,7 +385,7 @@ class Thread {
   __device__ int offset_of(const Program::Operand& operand, int inner, const Row& row) const {
     int offset = inner * static_cast<int>(operand.stride[0]);
 #pragma unroll
-    for (int dim = 1; dim < Form::dims; ++dim) {
+    for (int dim = Form::dims - 1; dim > 0; --dim) {  // last the one in which a pair's rows differ
       if (dim == 1 || dim < program_.dims) {
         offset += row[dim - 1] * static_cast<int>(operand.stride[dim]);
       }
