@@ -220,7 +220,6 @@ ON = {
             "= program.operand[program.instruction[k].reference[r].operand]",
             "= program.operand[Form::operand(k, r)]",
         ),
-        Mutant("half rows in any dtype", CUDA_FORM, "return is_half && strides[0] == 0;", "return strides[0] == 0;"),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM_SHARED, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
         Mutant("products that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(product);", ""),
         Mutant("threads' sums that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(others);", ""),

@@ -669,7 +669,7 @@ def test_what_is_no_rotary_embedding(way, device):
 def test_rows_that_are_no_halves(device):
     """In the program of a rotary embedding."""
     x, weight, rows, z = (numbers(shape, device) for shape in ((6, 5, 16), (16,), (6, 5, 1), (5, 16)))
-    expected = Op(formulas.add, Op(torch.mul, Op(torch.mul, x, rows), weight), Op(torch.mul, x, z), arguments=(1,))
+    expected = Op(formulas.add, Op(torch.mul, x, z), Op(torch.mul, Op(torch.mul, x, rows), weight), arguments=(1,))
     assert is_identical(_C.recipes.fused(expected.value), expected.tensor)
 
 
