@@ -577,6 +577,8 @@ RECOMPUTE = [
     Mutant("the middle for a half", LOWERING, "start == half || start == -half ? 1 : -1;", "1;"),
     Mutant("halves that are joined elsewhere", LOWERING, "input.sizes_of() == at::IntArrayRef(recipe.sizes) ?", "true ?"),
     Mutant("halves that aren't vectors", LOWERING, "recipe.sizes.back() % (2 * kElementsOfVector) != 0", "false"),
+    Mutant("halves of groups", FUSION, "geometry.sizes[last] != lowered_.sizes.back()", "false"),
+    Mutant("a half is verified as any part", DERIVATION, "configuration.push_back(half_shown(recipe));", ""),
     Mutant("any function for a negation", LOWERING, "!negated.formula.is(formulas().negative) || ", ""),
     Mutant("what isn't at hand is computed twice", LOWERING, "return is_there(leaf) || leaf", "return true || leaf"),
     Mutant("an infinite sum's addend", INSTRUCTIONS, "x == sum ? std::copysign(0.0f, sum) : sum - x", "sum - x"),

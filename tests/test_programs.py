@@ -666,6 +666,17 @@ def test_what_is_no_rotary_embedding(way, device):
     assert "aten::cat" in embedded(x, rotated, cos, sin)
 
 
+def test_groups_of_channels_that_are_rotated(device):
+    """Groups aren't halves, so where these are of the same dimension no program has both."""
+    x, weight, bias, cos, sin = (numbers(shape, device) for shape in ((6, 64), (64,), (64,), (64,), (64,)))
+    statistics = numbers((6, 4), device), numbers((6, 4), device)
+    normed = Op(norms.group_norm_folded, x, weight, bias, *statistics, arguments=(6, 64, 1, 4))
+    rotated = ROTATED["slices"](Op(formulas.same, numbers((6, 64), device)), 32)
+    expected = Op(formulas.add, Op(torch.mul, normed, cos), Op(torch.mul, rotated, sin), arguments=(1,))
+    found = _C.recipes.fused(expected.value)
+    assert found is None or is_identical(found, expected.tensor)
+
+
 def test_rows_that_are_no_halves(device):
     """In the program of a rotary embedding."""
     x, weight, rows, z = (numbers(shape, device) for shape in ((6, 5, 16), (16,), (6, 5, 1), (5, 16)))

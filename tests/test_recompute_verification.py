@@ -52,6 +52,22 @@ def test_modes_see_no_verification():
     assert mode.count == 1
 
 
+def test_a_half_is_another_configuration_than_other_parts():
+    """A program may read halves in place."""
+    x = torch.randn(64, 256, requires_grad=True)
+
+    def verified(start):
+        before = len(_C.recipes.chosen())
+        with recompute():
+            y = torch.relu(x)
+            Keep.apply(torch.cat([-y[:, start : start + 128], y[:, :128]], -1))
+        return len(_C.recipes.chosen()) - before
+
+    assert verified(64)
+    assert not verified(96)
+    assert verified(128)
+
+
 def test_positions_that_change_make_few_configurations():
     x = torch.randn(64, 128, requires_grad=True)
     before = len(_C.recipes.chosen())

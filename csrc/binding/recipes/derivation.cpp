@@ -17,6 +17,7 @@
 #include "gradients/gradients.h"
 #include "joined.h"
 #include "leaves.h"
+#include "lowering.h"
 #include "scalars.h"
 
 namespace fastact::recipes {
@@ -191,9 +192,13 @@ bool take_operands(Value& recipe, c10::Device device, Configuration& configurati
 void append_arguments(Configuration& configuration, const Value& recipe) {
   // A norm's eps counts by its value: where the variance is next to nothing, it decides whether formulas differ.
   const bool is_norm = py::isinstance(recipe.formula, from_python().candidates);
-  const auto id_of_argument = is_norm ? id_of_value : facts_of(recipe.formula).is_movement ? id_of_position : id_of_object;
+  const bool is_movement = facts_of(recipe.formula).is_movement;
+  const auto id_of_argument = is_norm ? id_of_value : is_movement ? id_of_position : id_of_object;
   for (const py::object& argument : recipe.arguments) {
     configuration.push_back(id_of_argument(argument));
+  }
+  if (is_movement) {
+    configuration.push_back(half_shown(recipe));
   }
 }
 

@@ -160,7 +160,7 @@ class Run {
   c10::SmallVector<int, 4> half_parameters() const;
   std::optional<at::DimVector> output_strides() const;
   std::optional<Geometry> lay_out(const at::DimVector& strides);
-  void swap_halves(Geometry& geometry);
+  bool swap_halves(Geometry& geometry);
   std::optional<at::Tensor> compute(bool needs_form);
 
   const Lowered& lowered_;
@@ -295,18 +295,20 @@ std::optional<Geometry> Run::lay_out(const at::DimVector& strides) {
       }
     }
   }
-  swap_halves(geometry);
-  return geometry;
+  return swap_halves(geometry) ? std::optional(std::move(geometry)) : std::nullopt;
 }
 
 // Splits the last dimension in halves if they count for some leaf: one that is read in the other order is so from its second
-// half, backwards.
-void Run::swap_halves(Geometry& geometry) {
+// half, backwards. False if it is in parts already: a group norm's channels, in two dimensions.
+bool Run::swap_halves(Geometry& geometry) {
   const auto& leaves = lowered_.leaves;
   if (std::none_of(leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.place == Place::halves; })) {
-    return;
+    return true;
   }
   const size_t last = geometry.sizes.size() - 1;
+  if (geometry.sizes[last] != lowered_.sizes.back()) {
+    return false;
+  }
   geometry.split(last, geometry.sizes[last] / 2);
   for (size_t k = 0; k < leaves.size(); ++k) {
     int64_t& between = geometry.strides[k + 1][last];
@@ -317,6 +319,7 @@ void Run::swap_halves(Geometry& geometry) {
       between = -between;
     }
   }
+  return true;
 }
 
 std::optional<at::Tensor> Run::operator()(bool needs_form) {

@@ -19,24 +19,6 @@ bool is_there(const Lowered::Leaf& leaf) {
   return !leaf.value || leaf.is_bits || !leaf.value->is_recipe() || leaf.value->remembers() || leaf.value->readers > 1;
 }
 
-// Which half of its operand's last dimension a value shows: 0, 1 or, if neither, -1.
-int half_shown(const Value& value) {
-  const bool is_slice = value.formula.is(formulas().slice);
-  if (!is_slice && !value.formula.is(formulas().split)) {
-    return -1;
-  }
-  const at::IntArrayRef whole = value_of(value.operands[0]).sizes_of();
-  if (value.sizes.empty() || 2 * value.sizes.back() != whole.back()) {
-    return -1;
-  }
-  const auto given = [&](size_t i) { return PyLong_AsLongLong(value.arguments[i].ptr()); };
-  if (!is_slice) {
-    return static_cast<int>(given(0));
-  }
-  const int64_t start = value.arguments[1].is_none() ? 0 : given(1), half = value.sizes.back();
-  return given(3) != 1 ? -1 : start == 0 ? 0 : start == half || start == -half ? 1 : -1;
-}
-
 // The input of which a concatenation has the halves of the last dimension, the second one negated and before the first, as
 // rotary embeddings take it; or null.
 Value* rotated_input(const Value& recipe) {
@@ -388,6 +370,23 @@ class Lowering {
 };
 
 }  // namespace
+
+int half_shown(const Value& value) {
+  const bool is_slice = value.formula.is(formulas().slice);
+  if (!is_slice && !value.formula.is(formulas().split)) {
+    return -1;
+  }
+  const at::IntArrayRef whole = value_of(value.operands[0]).sizes_of();
+  if (value.sizes.empty() || 2 * value.sizes.back() != whole.back()) {
+    return -1;
+  }
+  const auto given = [&](size_t i) { return PyLong_AsLongLong(value.arguments[i].ptr()); };
+  if (!is_slice) {
+    return static_cast<int>(given(0));
+  }
+  const int64_t start = value.arguments[1].is_none() ? 0 : given(1), half = value.sizes.back();
+  return given(3) != 1 ? -1 : start == 0 ? 0 : start == half || start == -half ? 1 : -1;
+}
 
 std::optional<Lowered> lower(Value& recipe, bool force, bool may_pass_over_shared) {
   Lowering lowering(recipe, may_pass_over_shared);

@@ -35,6 +35,9 @@ struct Lowered {
   c10::SmallVector<Leaf, 8> leaves;
 };
 
+// Which half of its operand's last dimension a value shows: 0, 1 or, if neither, -1. Programs read halves where they are.
+int half_shown(const Value& value);
+
 // None if there is no such program or, unless `force`, none that is better than PyTorch's ops.
 //
 // `may_pass_over_shared`: it may compute, for itself alone, one value on the way that has other readers and reads two tensors.
