@@ -666,13 +666,49 @@ def test_what_is_no_rotary_embedding(way, device):
     assert "aten::cat" in embedded(x, rotated, cos, sin)
 
 
+def group_normed(x, groups):
+    samples, channels, *positions = x.tensor.shape
+    parameters, statistics = ([numbers(size, x.tensor.device) for _ in range(2)] for size in ((channels,), (samples, groups)))
+    return Op(norms.group_norm_folded, x, *parameters, *statistics, arguments=(samples, channels, math.prod(positions), groups))
+
+
+def rotated_of(x):
+    return ROTATED["slices"](x, x.tensor.size(-1) // 2)
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        lambda x: Op(torch.mul, rotated_of(rotated_of(x)), 2.0),
+        lambda x: Op(torch.mul, Op(torch.transpose, rotated_of(x), arguments=(2, 3)), 2.0),
+        lambda x: Op(torch.mul, rotated_of(Op(torch.select, x, arguments=(0, 0))), x),
+        lambda x: Op(torch.mul, rotated_of(group_normed(x, 3)), 2.0),
+        lambda x: Op(
+            formulas.add,
+            Op(torch.reshape, Op(torch.mul, x, 3.0), arguments=((2, 3, 16, 64),)),
+            rotated_of(Op(torch.reshape, x, arguments=((2, 3, 16, 64),))),
+            arguments=(1,),
+        ),
+    ],
+    ids=["twice", "transposed", "broadcast", "channels", "beside other sizes"],
+)
+def test_rotations_in_other_chains(chain, device):
+    expected = chain(Op(formulas.same, numbers((2, 3, 32, 32), device)))
+    found = _C.recipes.fused(expected.value)
+    assert found is None or is_identical(found, expected.tensor)
+
+
+def test_norms_of_different_groups(device):
+    x = Op(formulas.same, numbers((6, 64), device))
+    expected = Op(formulas.add, group_normed(x, 4), group_normed(x, 8), arguments=(1,))
+    found = _C.recipes.fused(expected.value)
+    assert found is None or is_identical(found, expected.tensor)
+
+
 def test_groups_of_channels_that_are_rotated(device):
     """Groups aren't halves, so where these are of the same dimension no program has both."""
-    x, weight, bias, cos, sin = (numbers(shape, device) for shape in ((6, 64), (64,), (64,), (64,), (64,)))
-    statistics = numbers((6, 4), device), numbers((6, 4), device)
-    normed = Op(norms.group_norm_folded, x, weight, bias, *statistics, arguments=(6, 64, 1, 4))
-    rotated = ROTATED["slices"](Op(formulas.same, numbers((6, 64), device)), 32)
-    expected = Op(formulas.add, Op(torch.mul, normed, cos), Op(torch.mul, rotated, sin), arguments=(1,))
+    x, y = (Op(formulas.same, numbers((6, 64), device)) for _ in range(2))
+    expected = Op(formulas.add, group_normed(x, 4), rotated_of(y), arguments=(1,))
     found = _C.recipes.fused(expected.value)
     assert found is None or is_identical(found, expected.tensor)
 

@@ -85,9 +85,9 @@ struct Program {
   static constexpr int kMaxDims = 5, kMaxOperands = 12, kMaxInstructions = 20;
 
   struct Operand {
-    const void* data;
+    const void* data;  // where the output's first element is read
     Element element;
-    int64_t stride[kMaxDims];  // 0 where it is the same along a dimension; of bits, in bits
+    int64_t stride[kMaxDims];  // 0 where it is the same along a dimension, and may be negative; of bits, in bits
   };
 
   // The output's dimensions, the innermost in memory first; it is dense. There is at least one.

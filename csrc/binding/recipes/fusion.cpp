@@ -220,7 +220,7 @@ bool Run::read_leaves() {
   return true;
 }
 
-// The norms' parameters and statistics that are in a half type: under autocast there are none.
+// The norms' parameters and statistics that are in a half type. Under autocast there are none.
 c10::SmallVector<int, 4> Run::half_parameters() const {
   c10::SmallVector<int, 4> result;
   for (const Instruction& instruction : lowered_.instructions) {
@@ -269,6 +269,9 @@ std::optional<Geometry> Run::lay_out(const at::DimVector& strides) {
     if (leaf.place == Place::table || leaf.place == Place::halves) {
       along = at::DimVector(sizes.size(), 0);
     } else if (leaf.place == Place::groups) {
+      if (groups > 0 && groups != tensor.size(1)) {
+        return std::nullopt;  // two norms, whose groups differ
+      }
       groups = tensor.size(1);
       along = at::DimVector(sizes.size(), 0);
       (*along)[0] = tensor.stride(0);
@@ -298,8 +301,8 @@ std::optional<Geometry> Run::lay_out(const at::DimVector& strides) {
   return swap_halves(geometry) ? std::optional(std::move(geometry)) : std::nullopt;
 }
 
-// Splits the last dimension in halves if they count for some leaf: one that is read in the other order is so from its second
-// half, backwards. False if it is in parts already: a group norm's channels, in two dimensions.
+// Splits the last dimension into its halves if some leaf needs that. One whose halves are swapped starts at the second, and has
+// a negative stride between them. False if the dimension is in parts already: a group norm's channels, in two dimensions.
 bool Run::swap_halves(Geometry& geometry) {
   const auto& leaves = lowered_.leaves;
   if (std::none_of(leaves.begin(), leaves.end(), [](const Leaf& leaf) { return leaf.place == Place::halves; })) {

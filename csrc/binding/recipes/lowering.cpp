@@ -365,7 +365,7 @@ class Lowering {
   int again_ = 0;     // those whose tensor it has read before
   int attempts_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
-  bool swaps_halves_ = false, has_halves_ = false;  // what is appended, as a leaf; whether a leaf does, or is one for each
+  bool swaps_halves_ = false, has_halves_ = false;  // whether what is appended is read so; whether any leaf is
   bool may_pass_over_shared_;
 };
 
@@ -377,7 +377,7 @@ int half_shown(const Value& value) {
     return -1;
   }
   const at::IntArrayRef whole = value_of(value.operands[0]).sizes_of();
-  if (value.sizes.empty() || 2 * value.sizes.back() != whole.back()) {
+  if (2 * value.sizes.back() != whole.back()) {  // it shows all of the last dimension
     return -1;
   }
   const auto given = [&](size_t i) { return PyLong_AsLongLong(value.arguments[i].ptr()); };

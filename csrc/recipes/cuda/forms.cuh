@@ -166,8 +166,8 @@ bool start_rms_norm(const Program& program, Stream stream) {
       Form<2, more, LoadAny, Multiply<any>, Multiply<any>>>(program, stream);
 }
 
-// Queries and keys of which pairs are rotated. Where these lie in two halves they are read twice, in the first place in the
-// other order and times -1 and 1, and may be normalized before.
+// Rotary embeddings of queries and keys, which may be normalized before. If the pairs are the halves of a head, the input is
+// read twice, first with its halves swapped, times -1 and 1.
 template <class T, int n>
 bool start_rotary_embedding(const Program& program, Stream stream) {
   using LoadApart = InstructionOf<Opcode::load, n == 8 ? apart : apart_any>;
@@ -176,7 +176,9 @@ bool start_rotary_embedding(const Program& program, Stream stream) {
   return start_one_of<
       T, n, FormOfPairs<LoadApart, One, Times, Stash, LoadApart, Times, Add<stash>>,
       FormOfPairs<LoadApart, One, Times, One, Times, Stash, LoadApart, One, Times, Times, Add<stash>>,
-      Form<2, more, LoadAnywhere, Multiply<any>, Stash, LoadAnywhere, Multiply<any>, Add<stash>>>(program, stream);
+      Form<2, more, LoadAnywhere, Multiply<any>, Stash, LoadAnywhere, Multiply<any>, Add<stash>>,
+      Form<2, more, LoadAnywhere, Multiply<any>, Stash, LoadAnywhere, Multiply<any>, Multiply<any>, Multiply<any>, Add<stash>>>(
+      program, stream);
 }
 
 // A residual stream in float32 to which a half type is added, and what was added to it.

@@ -58,7 +58,7 @@ bool has_few_elements(const Program& program) {
          std::all_of(program.operand, program.operand + program.operands, [&](const auto& operand) {
            int64_t last = 0;
            for (int dim = 0; dim < program.dims; ++dim) {
-             last += (program.size[dim] - 1) * operand.stride[dim];
+             last += (program.size[dim] - 1) * std::max<int64_t>(operand.stride[dim], 0);
            }
            return last <= INT32_MAX;
          });

@@ -94,7 +94,7 @@ class Thread {
 
   __device__ int size() const { return static_cast<int>(program_.size[0]); }  // of a row
 
-  // Row i's place in each dimension but the innermost; or in each from `first`, of rows that the others don't count for.
+  // Row i's place in each dimension from `first` outwards, where i counts only those.
   template <int first = 1>
   __device__ void find_row(int i, Row& row) const {
 #pragma unroll
@@ -444,7 +444,7 @@ class Thread {
 
   const Launch& launch_;
   const Program& program_;
-  int first_;  // vector's index, or for Spread::columns and sample its row's
+  int first_;  // vector's index, or for Spread::columns, sample and pairs its row's
   int inner_, dense_[Form::vectors];
   Row outer_[Form::vectors], next_[Form::vectors];  // of Spread::anywhere the row after it, if the vector crosses its end
   int rest_[Form::vectors];                         // how many of a vector's elements are of its first row; of Spread::anywhere
