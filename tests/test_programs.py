@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -672,8 +673,20 @@ def group_normed(x, groups):
     return Op(norms.group_norm_folded, x, *parameters, *statistics, arguments=(samples, channels, math.prod(positions), groups))
 
 
+def dropped(x):
+    packed = torch.randint(256, (x.tensor.numel() // 8,), dtype=torch.uint8, device=x.tensor.device)
+    bits = packed[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=packed.device)).bitwise_and(1)
+    mask = bits.bool().view(x.tensor.shape)
+    mask = SimpleNamespace(tensor=mask, value=_C.recipes.recipe(mask, _C.recipes.unpack_mask(), (packed,), ()))
+    return Op(formulas.dropout, x, mask, arguments=(1.25, 1.25))
+
+
 def rotated_of(x):
     return ROTATED["slices"](x, x.tensor.size(-1) // 2)
+
+
+def wider(x):
+    return Op(torch.reshape, x, arguments=((2, 3, 16, 64),))
 
 
 @pytest.mark.parametrize(
@@ -681,16 +694,11 @@ def rotated_of(x):
     [
         lambda x: Op(torch.mul, rotated_of(rotated_of(x)), 2.0),
         lambda x: Op(torch.mul, Op(torch.transpose, rotated_of(x), arguments=(2, 3)), 2.0),
-        lambda x: Op(torch.mul, rotated_of(Op(torch.select, x, arguments=(0, 0))), x),
-        lambda x: Op(torch.mul, rotated_of(group_normed(x, 3)), 2.0),
-        lambda x: Op(
-            formulas.add,
-            Op(torch.reshape, Op(torch.mul, x, 3.0), arguments=((2, 3, 16, 64),)),
-            rotated_of(Op(torch.reshape, x, arguments=((2, 3, 16, 64),))),
-            arguments=(1,),
-        ),
+        lambda x: Op(torch.mul, rotated_of(dropped(x)), 2.0),
+        lambda x: Op(formulas.add, wider(Op(torch.mul, x, 3.0)), rotated_of(wider(x)), arguments=(1,)),
+        lambda x: Op(formulas.add, rotated_of(wider(x)), wider(Op(torch.mul, x, 3.0)), arguments=(1,)),
     ],
-    ids=["twice", "transposed", "broadcast", "channels", "beside other sizes"],
+    ids=["twice", "transposed", "bits", "before other sizes", "after other sizes"],
 )
 def test_rotations_in_other_chains(chain, device):
     expected = chain(Op(formulas.same, numbers((2, 3, 32, 32), device)))

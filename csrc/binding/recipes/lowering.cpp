@@ -22,13 +22,12 @@ bool is_there(const Lowered::Leaf& leaf) {
 // The input of which a concatenation has the halves of the last dimension, the second one negated and before the first, as
 // rotary embeddings take it; or null.
 Value* rotated_input(const Value& recipe) {
-  const auto is_recipe = [](const py::object& each) { return is_value(each) && value_of(each).is_recipe(); };
   const auto& halves = recipe.operands;
-  if (halves.size() != 2 || !is_recipe(halves[0]) || !is_recipe(halves[1])) {
+  if (halves.size() != 2 || !is_value(halves[0]) || !is_value(halves[1])) {
     return nullptr;
   }
   const Value &negated = value_of(halves[0]), &first = value_of(halves[1]);
-  if (!negated.formula.is(formulas().negative) || !is_recipe(negated.operands[0])) {
+  if (!negated.formula.is(formulas().negative) || !is_value(negated.operands[0])) {
     return nullptr;
   }
   const Value& second = value_of(negated.operands[0]);

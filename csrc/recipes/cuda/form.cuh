@@ -85,11 +85,7 @@ struct Form {
   // index first.
   FASTACT_HOST_DEVICE static constexpr int operand(int k, int reference) {
     int result = 0;
-    ((result += k > 0    ? Instructions::operands(Instruction::kMaxReferences)
-                : k == 0 ? Instructions::operands(reference)
-                         : 0,
-      --k),
-     ...);
+    ((result += Instructions::operands(k > 0 ? Instruction::kMaxReferences : k == 0 ? reference : 0), --k), ...);
     return result;
   }
 

@@ -87,26 +87,17 @@ bool start_norm_of_planes(const Program& program, Stream stream) {
 template <Layout row, Layout same>
 using GroupNormOf = InstructionOf<Opcode::folded_norm, row, same, row, same>;
 
-// A group norm of which all is in the half type, its statistics too.
-template <class T, int n, Spread spread>
-bool start_half_group_norm(const Program& program, Stream stream) {
-  using Norm = GroupNormOf<half_row, Layout::same_half_row>;
-  constexpr int some = spread == Spread::row ? 4 : 2;
-  return start_one_of<
-      T, n, FormOfRows<some, more, spread, Load, Norm>, FormOfRows<some, more, spread, Load, Norm, LookUp>,
-      FormOfRows<some, more, spread, Load, Norm, Gradient>>(program, stream);
-}
-
-// A group norm is in float32 under autocast, and so is what follows it.
+// A group norm is in float32 under autocast, and so is what follows it. In a net of a half type its statistics are in it, too.
 template <class T, int n, Spread spread>
 bool start_group_norm(const Program& program, Stream stream) {
   using Norm = GroupNormOf<row, same_row>;
   if constexpr (n == 8) {
     constexpr int some = spread == Spread::row ? 4 : 2;
-    if (start_half_group_norm<T, n, spread>(program, stream) ||
-        start_one_of<
-            T, n, FormOfRows<some, more, spread, Load, Norm, LookUp>, FormOfRows<some, more, spread, Load, Norm, Gradient>>(
-            program, stream)) {
+    using HalfNorm = GroupNormOf<half_row, Layout::same_half_row>;
+    if (start_one_of<
+            T, n, FormOfRows<some, more, spread, Load, HalfNorm>, FormOfRows<some, more, spread, Load, HalfNorm, LookUp>,
+            FormOfRows<some, more, spread, Load, HalfNorm, Gradient>, FormOfRows<some, more, spread, Load, Norm, LookUp>,
+            FormOfRows<some, more, spread, Load, Norm, Gradient>>(program, stream)) {
       return true;
     }
   }
