@@ -144,6 +144,7 @@ FORMS = {
     "batch norm, ReLU6, 96": (lambda: images(96), lambda x: relu6(x, batch_norm(x)), 4),
     "batch norm, ReLU6, 1024": (lambda: images(1024, 16), lambda x: relu6(x, batch_norm(x)), 4),
     "batch norm, SiLU": (lambda: images(96), lambda x: silu(x, batch_norm(x)), 4),
+    "batch norm, SiLU, 27 channels": (lambda: images(27), lambda x: silu(x, batch_norm(x)), 4),
     "batch norm, SiLU, gate": (lambda: images(96), lambda x: gated(x, silu(x, batch_norm(x))), 4),
     "batch norm, residual, ReLU": (lambda: images(96), lambda x: residual(x, batch_norm(x)), 6),
     "batch norm, gate, residual, ReLU": (lambda: images(96), lambda x: residual(x, gated(x, batch_norm(x))), 6),
@@ -203,7 +204,11 @@ FORMS = {
         lambda x: relu6(x, recipe(x, torch.mul, relu6(x, batch_norm(x)), 0.5)),
         4,
     ),
-    "interpreted: norm, SiLU, 27 channels": (lambda: images(27), lambda x: silu(x, batch_norm(x)), 4),
+    "interpreted: the same, contiguous, 7 x 7": (
+        lambda: images(96, 7, torch.contiguous_format),
+        lambda x: relu6(x, recipe(x, torch.mul, relu6(x, batch_norm(x)), 0.5)),
+        4,
+    ),
 }
 
 

@@ -120,6 +120,7 @@ COMPUTING = "csrc/binding/recipes/computing.cpp"
 COMPUTING_HEADER = "csrc/binding/recipes/computing.h"
 LOWERING = "csrc/binding/recipes/lowering.cpp"
 TABULATION = "csrc/binding/recipes/tabulation.cpp"
+TILING = "csrc/binding/recipes/tiling.cpp"
 CONSTANT = "csrc/binding/recipes/constant.h"
 FUSION = "csrc/binding/recipes/fusion.cpp"
 INSTRUCTIONS = "csrc/recipes/instructions.h"
@@ -220,6 +221,10 @@ ON = {
             "= program.operand[program.instruction[k].reference[r].operand]",
             "= program.operand[Form::operand(k, r)]",
         ),
+        Mutant("rows that aren't repeated", TILING, "append({0, operand", "append({1, operand"),
+        Mutant("joined rows are next to each other", TILING, "operand.stride[1] *= rows;", ""),
+        Mutant("every sample's gate is the first's", TILING, "operand->stride[dim] = elements;", "operand->stride[dim] = 0;"),
+        Mutant("rows that don't continue", TILING, "continues(*program, operand) || is_column(operand)", "true"),
         Mutant("what is rounded to 0 isn't", CUDA_BATCH_NORM_SHARED, "0x1p-25f : 0x1p-134f", "0.0f : 0.0f"),
         Mutant("products that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(product);", ""),
         Mutant("threads' sums that aren't rounded", CUDA_BATCH_NORM_PLANES, "round<T>(others);", ""),

@@ -514,6 +514,48 @@ def test_a_common_chain_is_not_interpreted(name, dtype, weights, layout):
     assert kernels and sum("Interpreted" in name for name in kernels) == tables
 
 
+def kernels_of(value):
+    """Those that compute a value, which it returns too."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        found = _C.recipes.fused(value)
+        torch.cuda.synchronize()
+    return found, [event.name for event in profiler.events() if "run_kernel" in event.name]
+
+
+def normed_in_columns(x, formula=norms.batch_norm_elementwise):
+    parameters = [numbers((x.size(1),), x.device) for _ in range(4)]
+    return Op(formula, x, *parameters, arguments=(1e-5,))
+
+
+def gate_of(x):
+    return numbers((*x.shape[:2], 1, 1), x.device, x.dtype)
+
+
+IN_COLUMNS = {
+    "norm": lambda x: Op(torch.relu, normed_in_columns(x)),
+    "gate": lambda x: Op(torch.mul, Op(torch.relu, normed_in_columns(x)), gate_of(x)),
+    "gate, residual": lambda x: Op(
+        torch.relu, Op(formulas.add, Op(torch.mul, normed_in_columns(x), gate_of(x)), torch.randn_like(x), arguments=(1,))
+    ),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("channels", [27, 36, 38, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", IN_COLUMNS)
+def test_channels_that_are_no_vectors(name, dtype, channels):
+    """Several rows are one of vectors, if there are as many in a sample."""
+    torch.manual_seed(0)
+    for size, is_joined in (64, True), (63, channels == 64 or "gate" not in name):
+        x = numbers((16, channels, size, size), "cuda", dtype).contiguous(memory_format=torch.channels_last)
+        expected = IN_COLUMNS[name](x)
+        found, kernels = kernels_of(expected.value)
+        assert is_identical(found, expected.tensor)
+        is_vector = dtype is torch.float32 and channels == 36
+        assert len(kernels) == 1 and ("Interpreted" not in kernels[0]) == (is_joined or is_vector)
+
+
 @pytest.mark.cuda
 def test_what_is_copied_into_other_strides_is_copied_in_rows():
     """As heads are for attention. PyTorch's copy takes more than twice as long."""

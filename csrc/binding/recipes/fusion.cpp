@@ -19,6 +19,7 @@
 #include "lowering.h"
 #include "python.h"
 #include "tabulation.h"
+#include "tiling.h"
 
 namespace fastact::recipes {
 namespace {
@@ -352,6 +353,7 @@ std::optional<at::Tensor> Run::compute(bool needs_form) {
   Program program = {};
   program.operands = static_cast<int>(tensors_.size());
   program.instructions = static_cast<int>(lowered_.instructions.size());
+  program.element = element_of(root.dtype);
   std::copy(lowered_.instructions.begin(), lowered_.instructions.end(), program.instruction);
   for (size_t k = 0; k < tensors_.size(); ++k) {
     const int64_t bytes = offsets_[k] * static_cast<int64_t>(tensors_[k].element_size());
@@ -361,11 +363,13 @@ std::optional<at::Tensor> Run::compute(bool needs_form) {
   if (!geometry->write(&program)) {
     return std::nullopt;
   }
+  if (!root.device->is_cpu()) {
+    join_rows(&program, &tensors_);
+  }
   // Not a view, which would be one that was made without grad mode.
   const at::Tensor output = empty_strided(
       like_, root.dtype, root.sizes, lowered_.is_reshaped() ? c10::contiguous_strides(root.sizes) : at::DimVector(*strides));
   program.output = output.data_ptr();
-  program.element = element_of(root.dtype);
   return launch_with_table(program, output, needs_form) ? std::optional(output) : std::nullopt;
 }
 

@@ -1,0 +1,15 @@
+// Rows that aren't whole vectors, of a program for a GPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include "../../recipes/program.h"
+
+namespace fastact::recipes {
+
+// Makes one row of several where that is one of whole vectors, as forms read them: what is the same in all rows, as the
+// parameters of 27 channels, is repeated along it. `tensors` are the program's operands; a repeated one takes its place there.
+void join_rows(Program* program, c10::SmallVectorImpl<at::Tensor>* tensors);
+
+}  // namespace fastact::recipes
