@@ -177,6 +177,7 @@ FORMS = {
     "SwiGLU": (lambda: numbers(ELEMENTS // 5632, 5632), swiglu, 6),
     "SwiGLU of a tensor's halves": (lambda: numbers(ELEMENTS // 11264, 11264), swiglu_of_halves, 3),
     "quick GELU": (lambda: numbers(ELEMENTS // 1024, 1024), quick_gelu, 4),
+    "gate alone": (lambda: images(96), lambda x: gated(x, x), 4),
     "dropout": (lambda: numbers(ELEMENTS // 1024, 1024), dropout, 4.125),
     "residual stream in float32": (lambda: numbers(ELEMENTS // 768, 768, dtype=torch.float32), residual_stream, 10),
     "the same, layer norm": (lambda: numbers(ELEMENTS // 768, 768, dtype=torch.float32), residual_stream_behind_a_norm, 10),

@@ -221,6 +221,7 @@ ON = {
             "= program.operand[program.instruction[k].reference[r].operand]",
             "= program.operand[Form::operand(k, r)]",
         ),
+        Mutant("a sum that isn't fused", INSTRUCTIONS, "return fma(x, a, b);", "return x * a + b;"),
         Mutant("rows that aren't repeated", TILING, "append({0, operand", "append({1, operand"),
         Mutant("joined rows are next to each other", TILING, "operand.stride[1] *= rows;", ""),
         Mutant("every sample's gate is the first's", TILING, "operand->stride[dim] = elements;", "operand->stride[dim] = 0;"),
@@ -556,7 +557,17 @@ RECOMPUTE = [
         "no sum is passed over", LOWERING, "lowered_.passes_over_shared |= is_allowed;\n    return is_allowed;", "return false;"
     ),
     Mutant("a sum that many read", LOWERING, "kMaxReaders = 3;", "kMaxReaders = 99;"),
-    Mutant("a sum of what isn't there", LOWERING, "leaf.value->remembers() || leaf.value->readers > 1;", "true;"),
+    Mutant("a sum of what isn't there", LOWERING, "!leaf.value || leaf.is_bits || is_there(*leaf.value)", "true"),
+    Mutant(
+        "an operand that the op rounds first",
+        LOWERING,
+        "recipe.dtype != at::kFloat && !are_all_of(recipe.dtype, recipe.operands)",
+        "false",
+    ),
+    Mutant("a difference the other way around", INSTRUCTIONS, "fma(-a, b, x)", "fma(a, b, -x)"),
+    Mutant(
+        "a quotient that commutes", LOWERING, "formula.opcode == Opcode::multiply || (", "(formula.opcode != Opcode::add) || ("
+    ),
     Mutant("a table of what isn't stashed yet", TABULATION, "if (!is_stashed && ", "if ("),
     Mutant(
         "a table of what reads another tensor",

@@ -62,7 +62,10 @@ def operands_of(formula, x):
         return (weight, bias, mean, rstd), (1e-5,)
     others = {
         formulas.add: ((numbers(x.shape, device, dtype),), (1,)),
+        formulas.sub: ((numbers(x.shape, device, dtype),), (1,)),
         torch.mul: ((numbers(x.shape, device, dtype),), ()),
+        torch.div: ((numbers(x.shape, device, dtype),), ()),
+        formulas.multiply_add: ((numbers(x.shape, device, dtype), numbers(x.shape, device, dtype)), ()),
         F.hardtanh: ((), (-0.3, 0.7)),
         _C.hardtanh: ((), (-0.3, 0.7)),
         formulas.dropout: ((torch.rand(x.shape, device=device) > 0.3,), (1.25, 1.25)),
@@ -91,8 +94,9 @@ def test_program(formula, dtype, shape, layout, device):
     x, operands, arguments, expected = case(formula, dtype, shape, layout, device)
     found = fused(formula, (x, *operands), arguments, expected)
     if found is None:
-        # Whose exponential has other bits in vectors, or which rounds in between.
-        assert device == "cpu" and (formula in (_C.silu, torch.tanh) or (formula is torch.pow and dtype is not torch.float32))
+        # Whose exponential has other bits in vectors, which isn't contracted, or rounds in between.
+        others = _C.silu, torch.tanh, formulas.multiply_add
+        assert device == "cpu" and (formula in others or (formula is torch.pow and dtype is not torch.float32))
     elif not (device == "cpu" and formula in (norms.batch_norm_affine, norms.batch_norm_scaled)):  # may not be contracted
         assert is_identical(found, expected) and found.stride() == expected.stride()
 
@@ -283,6 +287,124 @@ class LayerScale(nn.Module):
         return (y if self.depth is None else y * self.depth(y)) + x
 
 
+class ScaledBranch(nn.Module):
+    """MetaFormer's residual sum, of a norm that is scaled by a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.weight = nn.BatchNorm2d(16), nn.Parameter(torch.randn(16, 1, 1))
+
+    def forward(self, x):
+        return x + self.weight * self.norm(x)
+
+
+class LearnedAffine(nn.Module):
+    """By one scale and one shift, as in PP-HGNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.scale, self.shift = nn.BatchNorm2d(16), nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return self.scale * F.relu(self.norm(x)) + self.shift
+
+
+class GatedBefore(nn.Module):
+    """What is behind the gate, if it comes first."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.gate, self.layers = Gate(), nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x * self.gate(x))
+
+
+class GatedShortcut(ScaledResidual):
+    """Where squeeze-and-excitation's residual block has another number of channels."""
+
+    def __init__(self):
+        super().__init__(Gate())
+        self.shortcut = nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        return F.relu(y * self.scale(y) + self.shortcut(x))
+
+
+class InFloat32(nn.Module):
+    """In the middle of a net of a half type."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.float()
+
+    def forward(self, x):
+        return self.layer(x.float())
+
+
+class GlobalResponse(nn.Module):
+    """ConvNeXt V2's normalization by all positions, behind an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        x = F.gelu(x)
+        response = x.norm(p=2, dim=(1, 2), keepdim=True)
+        response = response / (response.mean(-1, keepdim=True) + 1e-6)
+        return x + torch.addcmul(self.bias, self.weight, x * response)
+
+
+class Affine(nn.Module):
+    """ResMLP's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        return torch.addcmul(self.bias, self.weight, x.float())
+
+
+class PostNorm(nn.Module):
+    """Swin V2's residual sum, with stochastic depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.depth = nn.Linear(16, 16), nn.LayerNorm(16), StochasticDepth()
+
+    def forward(self, x):
+        x = x.contiguous()
+        return x + self.norm(self.fc(x)) * self.depth(x)
+
+
+class Normalized(nn.Module):
+    """Attention's queries, each divided by its length."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        heads = self.fc(x).flatten(1, 2).unflatten(2, (4, 16)).transpose(1, 2)
+        heads = F.normalize(heads, dim=-1)
+        return self.out(Keep.apply(heads).transpose(1, 2).flatten(2)).view(x.shape)
+
+
+class StandardizedConvolution(nn.Conv2d):
+    """An NFNet's, with weights of a learned variance and mean 0."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.ones(self.out_channels))
+
+    def forward(self, x):
+        weight = F.batch_norm(self.weight.reshape(1, len(self.weight), -1), None, None, self.gain, training=True)
+        return self._conv_forward(x, weight.reshape_as(self.weight), None)
+
+
 class Swiglu(nn.Module):
     def __init__(self):
         super().__init__()
@@ -381,6 +503,14 @@ CHAINS = {
     "stochastic depth, residual": lambda: ScaledResidual(StochasticDepth()),
     "layer scale, residuals": lambda: nn.Sequential(*(LayerScale() for _ in range(4))),
     "layer scale, stochastic depth, residuals": lambda: nn.Sequential(*(LayerScale(StochasticDepth()) for _ in range(4))),
+    "gate, batch norm, our silu": lambda: GatedBefore(nn.BatchNorm2d(16), activations_cuda.SiLU(inplace=True)),
+    "batch norm, gate, our relu6": lambda: nn.Sequential(nn.BatchNorm2d(16), GatedBefore(activations_cuda.ReLU6())),
+    "gate, two norms": GatedShortcut,
+    "batch norm, layer scale, residual": ScaledBranch,
+    "batch norm, relu, scale, shift": LearnedAffine,
+    "batch norm in float32": lambda: InFloat32(nn.BatchNorm2d(16)),
+    "gelu, batch norm": lambda: nn.Sequential(nn.GELU(), nn.BatchNorm2d(16)),
+    "standardized weights": lambda: StandardizedConvolution(16, 16, 3, padding=1),
     "two norms": lambda: Residual(nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))),
     "group norm, silu": lambda: nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU()),
     "group norm, relu": lambda: nn.Sequential(nn.GroupNorm(2, 16), nn.ReLU(inplace=True)),
@@ -390,6 +520,10 @@ CHAINS = {
     "layer norm, transposed": Transposed,
     "layer norm without bias": lambda: Rows(nn.LayerNorm(16, bias=False)),
     "layer norm, scale and shift": lambda: Rows(Modulated()),
+    "layer norm, stochastic depth, residual": lambda: Rows(PostNorm(), nn.Linear(16, 16)),
+    "global response": lambda: Rows(GlobalResponse()),
+    "affine": lambda: Rows(Affine()),
+    "normalized heads": lambda: Rows(Normalized()),
     "rms norm": lambda: Rows(RmsNorm()),
     "rms norm, rotary embedding": lambda: Rows(RotaryEmbedding()),
     "rms norm of all heads, rotary embedding": lambda: Rows(RotaryEmbedding(together=True)),
@@ -495,11 +629,16 @@ def test_every_second_of_a_chain_of_sums_is_remembered(block, dtype, layout, dev
 )
 @pytest.mark.parametrize("name", sorted(set(CHAINS) - {"masked", "our mish, two norms"}))
 def test_a_common_chain_is_not_interpreted(name, dtype, weights, layout):
-    interpreted = (
-        {"dropout", "rms norm", "our silu, whose input has other readers"} if layout is torch.contiguous_format else set()
-    )
+    interpreted = {"global response"} if dtype is torch.float32 else set()  # whose GELU isn't part of a program
+    if layout is torch.contiguous_format:
+        interpreted |= {"dropout", "rms norm", "our silu, whose input has other readers", "gate, batch norm, our silu"}
+        interpreted |= {"batch norm, gate, our relu6", "gate, two norms", "batch norm, layer scale, residual"}
+        interpreted |= {"batch norm, relu, scale, shift", "gelu, batch norm", "global response", "affine"}
+    elif dtype is torch.float32:
+        interpreted |= {"standardized weights"}  # a copy of them is saved
     if weights is not torch.float32:
-        interpreted |= {"layer norm, transposed", "new gelu"}
+        interpreted |= {"layer norm, transposed", "new gelu", "global response", "affine", "batch norm in float32"}
+        interpreted |= {"layer norm, stochastic depth, residual"}
     if name in interpreted:
         pytest.skip("served by the interpreter")
     net = Net(CHAINS[name]()).to("cuda", weights, memory_format=layout)
@@ -537,6 +676,7 @@ IN_COLUMNS = {
     "gate, residual": lambda x: Op(
         torch.relu, Op(formulas.add, Op(torch.mul, normed_in_columns(x), gate_of(x)), torch.randn_like(x), arguments=(1,))
     ),
+    "float32": lambda x: Op(torch.Tensor.to, normed_in_columns(x.float()), arguments=(x.dtype,)),
 }
 
 

@@ -50,6 +50,10 @@ OPS = {
     "add_number": lambda x: x + 0.3,
     "add_number_alpha": lambda x: torch.add(x, 7, alpha=0.3),
     "sub": lambda x: torch.sub(x, x.flip(0), alpha=0.3),
+    "sub_tensor": lambda x: x - x.flip(0),
+    "sub_of_a_number": lambda x: x - x[0, 0, 0, 0].float().mul(1.1),
+    "div_by_channels": lambda x: x / x.amax((2, 3), keepdim=True),
+    "div_by_a_number": lambda x: x / x[0, 0, 0, 0].float().mul(1.1),
     "sub_number": lambda x: x - 0.3,
     "rsub": lambda x: torch.rsub(x, x.flip(0)),
     "rsub_number": lambda x: 0.3 - x,
@@ -93,6 +97,9 @@ OPS = {
     "lerp": lambda x: torch.lerp(x, x.flip(0), 0.3),
     "lerp_tensor": lambda x: torch.lerp(x, x.flip(0), x.sigmoid()),
     "addcmul": lambda x: torch.addcmul(x, x, x, value=0.3),
+    "addcmul_of_one": lambda x: torch.addcmul(x, x.flip(0), x),
+    "addcmul_of_channels": lambda x: torch.addcmul(x[..., :1, :1], x, x.amax((2, 3), keepdim=True)),
+    "addcmul_of_a_number": lambda x: torch.addcmul(x, x.flip(0), x[0, 0, 0, 0].float().mul(1.1)),
     "addcdiv": lambda x: torch.addcdiv(x, x, x.exp(), value=0.3),
     "where": lambda x: torch.where(x > 0, x, x.flip(0)),
     "masked_fill": lambda x: x.masked_fill(x > 0.5, -3.5),
@@ -180,7 +187,8 @@ OPS = {
     "view_inplace_twice": lambda x: F.leaky_relu_((x * 1).view(1, *x.shape).mul_(0.3)),
 }
 # Whose bits vary with the layout on the CPU, that of an operand here, which isn't known.
-SAVED_ON_CPU = {"add_alpha", "celu_inplace", "elu_inplace", "lerp", "linear", "rsqrt", "selu_inplace", "sub", "trilinear"}
+SAVED_ON_CPU = {"add_alpha", "addcmul_of_channels", "celu_inplace", "elu_inplace", "lerp", "linear", "rsqrt", "selu_inplace"}
+SAVED_ON_CPU |= {"sub", "trilinear"}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 

@@ -106,6 +106,10 @@ def addcmul(self, tensor1, tensor2, value):
     return torch.addcmul(self, tensor1, tensor2, value=value)
 
 
+def multiply_add(input, factor, addend):
+    return torch.addcmul(addend, factor, input)
+
+
 def addcdiv(self, tensor1, tensor2, value):
     return torch.addcdiv(self, tensor1, tensor2, value=value)
 
@@ -268,10 +272,11 @@ FORMULAS: dict[Callable[..., Tensor], Facts] = {
     ),
     # arithmetic
     add: Facts(in_place=add_, program=(instruction("add", operand(1), argument(0)),), varies=is_scaled),
-    sub: Facts(in_place=sub_, varies=is_scaled),
+    sub: Facts(in_place=sub_, program=(instruction("subtract", operand(1), argument(0)),), varies=is_scaled),
     rsub: Facts(varies=is_scaled),
     torch.mul: Facts(in_place=torch.Tensor.mul_, program=(instruction("multiply", operand(1)),)),
-    torch.div: Facts(in_place=torch.Tensor.div_),
+    multiply_add: Facts(program=(instruction("multiply_add", operand(1), operand(2)),), varies=True),
+    torch.div: Facts(in_place=torch.Tensor.div_, program=(instruction("divide", operand(1)),)),
     torch.pow: Facts(program=(instruction("power", argument(0)),), is_tabulated=True, varies=is_no_product),
     torch.sqrt: TABULATED,
     torch.rsqrt: TABULATED_VARIES,

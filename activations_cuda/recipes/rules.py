@@ -118,6 +118,14 @@ def of_three(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
     return rule
 
 
+def addcmul(step: Step) -> Result:
+    formula, (addend, *factors), (value,) = of_three(formulas.addcmul)(step)
+    if value != 1:
+        return formula, (addend, *factors), (value,)
+    factor, input = sorted(factors, key=lambda each: math.prod(each.sizes))  # of which the larger one may be a recipe
+    return formulas.multiply_add, (input, factor, addend), ()
+
+
 def pooled(formula: Callable[..., Tensor], dims: int) -> Callable[[Step], Result]:
     """The rule of a maximum in planes of so many dimensions. Its indices are kept in fewer bytes even if there is no recipe."""
 
@@ -261,7 +269,7 @@ RULES: dict[str, OpRule | Callable[[Step], Result]] = {
     "MinimumBackward0": binary(torch.minimum),
     "LerpBackward0": unsaved(torch.lerp, "weight", operands=2),
     "LerpBackward1": op(torch.lerp, operands=("self", "end", "weight")),
-    "AddcmulBackward0": of_three(formulas.addcmul),
+    "AddcmulBackward0": addcmul,
     "AddcdivBackward0": of_three(formulas.addcdiv),
     "WhereBackward0": OpRule(formulas.where, (None, None), saved=("condition",)),
     "MaskedFillBackward0": masked_fill,

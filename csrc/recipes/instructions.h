@@ -42,8 +42,14 @@ FASTACT_HOST_DEVICE float apply(float x, float a, float b, float c, float d) {
     return a;
   } else if constexpr (opcode == Opcode::add) {
     return fma(a, b, x);
+  } else if constexpr (opcode == Opcode::subtract) {
+    return fma(-a, b, x);
   } else if constexpr (opcode == Opcode::multiply) {
     return x * a;
+  } else if constexpr (opcode == Opcode::multiply_add) {
+    return fma(x, a, b);
+  } else if constexpr (opcode == Opcode::divide) {
+    return x / a;
   } else if constexpr (opcode == Opcode::power) {
     return a == 2 ? x * x : x * x * x;
   } else if constexpr (opcode == Opcode::batch_norm) {  // ATen's batch norm

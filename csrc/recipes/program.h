@@ -20,7 +20,10 @@ namespace fastact {
   INSTRUCTION(load, 1)                    \
   INSTRUCTION(stash, 0)                   \
   INSTRUCTION(add, 2)                     \
+  INSTRUCTION(subtract, 2)                \
   INSTRUCTION(multiply, 1)                \
+  INSTRUCTION(multiply_add, 2)            \
+  INSTRUCTION(divide, 1)                  \
   INSTRUCTION(power, 1)                   \
   INSTRUCTION(batch_norm, 4)              \
   INSTRUCTION(scaled_norm, 4)             \
@@ -56,6 +59,11 @@ FASTACT_HOST_DEVICE constexpr int references_of(Opcode opcode) {
 FASTACT_HOST_DEVICE constexpr bool is_norm(Opcode opcode) {
   return opcode == Opcode::batch_norm || opcode == Opcode::scaled_norm || opcode == Opcode::affine_norm ||
          opcode == Opcode::folded_norm || opcode == Opcode::centered_norm;
+}
+
+constexpr bool is_arithmetic(Opcode opcode) {
+  return opcode == Opcode::add || opcode == Opcode::subtract || opcode == Opcode::multiply || opcode == Opcode::multiply_add ||
+         opcode == Opcode::divide;
 }
 
 // Whether the instruction `power` can have this exponent.

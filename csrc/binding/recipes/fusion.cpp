@@ -108,6 +108,13 @@ bool launch(const Program& program, const at::Tensor& output, bool needs_form) {
   return is_run;
 }
 
+// Whether all that it reads lies as its output does, and is of its dtype.
+bool reads_in_order(const Program& program) {
+  return program.dims == 1 && std::all_of(program.operand, program.operand + program.operands, [&](const auto& operand) {
+           return operand.stride[0] == 1 && operand.element == program.element;
+         });
+}
+
 // By a table of its first instructions, where that is faster.
 bool launch_with_table(const Program& program, const at::Tensor& output, bool needs_form) {
   const int instructions = tabulated_instructions(program, output.device());
@@ -363,6 +370,9 @@ std::optional<at::Tensor> Run::compute(bool needs_form) {
   if (!geometry->write(&program)) {
     return std::nullopt;
   }
+  if (lowered_.is_one_op && reads_in_order(program)) {
+    return std::nullopt;
+  }
   if (!root.device->is_cpu()) {
     join_rows(&program, &tensors_);
   }
@@ -370,7 +380,7 @@ std::optional<at::Tensor> Run::compute(bool needs_form) {
   const at::Tensor output = empty_strided(
       like_, root.dtype, root.sizes, lowered_.is_reshaped() ? c10::contiguous_strides(root.sizes) : at::DimVector(*strides));
   program.output = output.data_ptr();
-  return launch_with_table(program, output, needs_form) ? std::optional(output) : std::nullopt;
+  return launch_with_table(program, output, needs_form || lowered_.is_one_op) ? std::optional(output) : std::nullopt;
 }
 
 }  // namespace
@@ -386,7 +396,8 @@ std::optional<at::Tensor> compute_fused(Value& recipe, bool force, bool needs_fo
     }
     lowered = lower(recipe, force, /*may_pass_over_shared=*/false);
   }
-  return lowered ? Run(*lowered)(needs_form) : std::nullopt;
+  const bool is_left = lowered && lowered->is_one_op && needs_form;  // to PyTorch's node, whose gradient it is
+  return lowered && !is_left ? Run(*lowered)(needs_form) : std::nullopt;
 }
 
 namespace {

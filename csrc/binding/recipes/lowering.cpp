@@ -14,9 +14,18 @@
 namespace fastact::recipes {
 namespace {
 
-// Whether a leaf's tensor is kept, or is or will be remembered.
+bool is_view(const Value& value) {
+  return facts_of(value.formula).is_view || value.formula.is(formulas().as_strided);
+}
+
+// Whether a value's tensor is kept, is or will be remembered, or is a view of such.
+bool is_there(const Value& value) {
+  return !value.is_recipe() || value.remembers() || value.readers > 1 ||
+         (is_view(value) && is_value(value.operands[0]) && is_there(value_of(value.operands[0])));
+}
+
 bool is_there(const Lowered::Leaf& leaf) {
-  return !leaf.value || leaf.is_bits || !leaf.value->is_recipe() || leaf.value->remembers() || leaf.value->readers > 1;
+  return !leaf.value || leaf.is_bits || is_there(*leaf.value);
 }
 
 // The input of which a concatenation has the halves of the last dimension, the second one negated and before the first, as
@@ -42,7 +51,7 @@ Value* rotated_input(const Value& recipe) {
 class Lowering {
  public:
   explicit Lowering(Value& root, bool may_pass_over_shared = false)
-      : lowered_{&root, false, root.sizes, {}, {}}, may_pass_over_shared_(may_pass_over_shared) {}
+      : lowered_{&root, false, false, root.sizes, {}, {}}, may_pass_over_shared_(may_pass_over_shared) {}
 
   bool append_root() {
     Value* found = behind_view(*lowered_.root, *lowered_.root);
@@ -55,8 +64,8 @@ class Lowering {
         !adopt_half(recipe.dtype)) {
       return false;
     }
-    ++formulas_;
     const Facts& facts = facts_of(recipe.formula);
+    ops_ += 1 + intermediates_of(facts);
     if (!append_formula(recipe, facts)) {
       return false;
     }
@@ -73,7 +82,7 @@ class Lowering {
   bool append_result(Value& input, Value& other, Opcode opcode, Value* factors, bool force) {
     Instruction instruction = {opcode, element_of(lowered_.root->dtype), {}};
     return adopt_half(lowered_.root->dtype) && append_operand(*lowered_.root, input) &&
-           (formulas_ > 0 || force) &&  // otherwise nothing is fused, and PyTorch's op is as fast
+           (ops_ > 0 || force) &&  // otherwise nothing is fused, and PyTorch's op is as fast
            add_leaf(*lowered_.root, other, Place::broadcast, &instruction.reference[0]) &&
            (!factors || add_leaf(*lowered_.root, *factors, Place::table, &instruction.reference[1])) && add(instruction);
   }
@@ -84,7 +93,13 @@ class Lowering {
     const Value& root = *lowered_.root;
     const bool widens = root.dtype == at::kFloat && half_ != at::ScalarType::Undefined && !root.device->is_cpu();
     const bool is_sum = lowered_.instructions.back().opcode == Opcode::add && dense_ == 2;
-    return formulas_ > 1 || has_norm_ || (widens && (is_sum || root.formula.is(formulas().cast)));
+    return ops_ > 1 || has_norm_ || (widens && (is_sum || root.formula.is(formulas().cast)));
+  }
+
+  // Whether a form would be better: on a GPU PyTorch's arithmetic isn't in vectors where an operand is of another dtype, or
+  // doesn't lie as the others do.
+  bool may_be_worth_it() const {
+    return !lowered_.root->device->is_cpu() && is_arithmetic(lowered_.instructions.back().opcode);
   }
 
   Lowered take() { return std::move(lowered_); }
@@ -106,13 +121,19 @@ class Lowering {
       return false;
     }
     const auto& instructions = *facts.program;
-    const bool is_binary =
-        instructions.size() == 1 && (instructions[0].opcode == Opcode::add || instructions[0].opcode == Opcode::multiply);
-    if (is_binary && recipe.operands.size() == 2 && is_value(recipe.operands[1])) {
-      return append_binary(recipe, instructions[0], first, value_of(recipe.operands[1]));
+    const std::optional<Opcode> arithmetic = instructions.size() == 1 && is_arithmetic(instructions[0].opcode)
+                                                 ? std::optional(instructions[0].opcode)
+                                                 : std::nullopt;
+    if (arithmetic && recipe.dtype != at::kFloat && !are_all_of(recipe.dtype, recipe.operands)) {
+      return false;  // some are rounded before the op
     }
-    if (is_binary && instructions[0].opcode == Opcode::add && !adds_number_exactly(recipe, instructions[0])) {
-      return false;
+    if (arithmetic && recipe.operands.size() == 2) {
+      if (is_value(recipe.operands[1])) {
+        return append_binary(recipe, instructions[0], first, value_of(recipe.operands[1]));
+      }
+      if (arithmetic == Opcode::divide || (arithmetic != Opcode::multiply && !adds_number_exactly(recipe, instructions[0]))) {
+        return false;  // a GPU multiplies by a number's reciprocal
+      }
     }
     return append_operand(recipe, first) &&
            std::all_of(instructions.begin(), instructions.end(), [&](const FormulaInstruction& instruction) {
@@ -141,6 +162,18 @@ class Lowering {
     Reference alpha;
     const bool rounds_number = is_half(recipe.dtype) && recipe.device->is_cpu();
     return !rounds_number && set_number(recipe, sum.references[1], &alpha) && alpha.number == 1;
+  }
+
+  // How many results of a formula's ops aren't its own.
+  static int intermediates_of(const Facts& facts) {
+    const auto is_rounded = [](const FormulaInstruction& instruction) { return instruction.is_rounded; };
+    return facts.program ? static_cast<int>(std::count_if(facts.program->begin(), facts.program->end(), is_rounded)) : 0;
+  }
+
+  static bool are_all_of(at::ScalarType dtype, const Objects& operands) {
+    return std::all_of(operands.begin(), operands.end(), [&](const py::object& operand) {
+      return !is_value(operand) || value_of(operand).dtype_of() == dtype;
+    });
   }
 
   bool adopt_half(at::ScalarType dtype) {
@@ -187,8 +220,7 @@ class Lowering {
     const bool may_read_again = !lowered_.root->device->is_cpu() && instructions <= kFewInstructions;
     const int read = dense_ - before.dense_ - (may_read_again ? again_ - before.again_ : 0);
     const auto is_at_hand = [](const Lowered::Leaf& leaf) {
-      return is_there(leaf) || leaf.value->sizes_of() != at::IntArrayRef(leaf.reader->sizes) ||
-             facts_of(leaf.value->formula).is_view || leaf.value->formula.is(formulas().as_strided);
+      return is_there(leaf) || leaf.value->sizes_of() != at::IntArrayRef(leaf.reader->sizes) || is_view(*leaf.value);
     };
     const auto& leaves = lowered_.leaves;
     return read <= 1 && std::all_of(leaves.begin() + before.lowered_.leaves.size(), leaves.end(), is_at_hand);
@@ -254,18 +286,14 @@ class Lowering {
     return may_be_part(value) && !is_cast_back(value) && value.sizes == reader.sizes;
   }
 
-  // x + alpha * y or x * y, where either may be part of the program, or both.
+  // Arithmetic of x and y, where either may be part of the program; of sums and products both.
   bool append_binary(Value& recipe, const FormulaInstruction& formula, Value& x, Value& y) {
-    for (const Value* each : {&x, &y}) {
-      if (each->dtype_of() != recipe.dtype && recipe.dtype != at::kFloat) {
-        return false;  // rounded before the op
-      }
-    }
     Instruction instruction = {formula.opcode, Element::float32, {}};
     if (formula.references.size() > 1 && !set_number(recipe, formula.references[1], &instruction.reference[1])) {
       return false;
     }
-    const bool is_commutative = formula.references.size() == 1 || instruction.reference[1].number == 1;
+    const bool is_commutative =
+        formula.opcode == Opcode::multiply || (formula.opcode == Opcode::add && instruction.reference[1].number == 1);
     const bool is_smaller = x.sizes_of() != at::IntArrayRef(recipe.sizes);
     if (is_commutative && ((!uses_stash_ && try_inline(recipe, y)) || (is_smaller && append_operand(recipe, y)))) {
       const Lowering with_y = *this;
@@ -359,9 +387,9 @@ class Lowering {
   Lowered lowered_;
   at::DimVector order_;  // of what is appended, as a leaf's
   at::ScalarType half_ = at::ScalarType::Undefined;
-  int formulas_ = 0;  // recipes that it computes
-  int dense_ = 0;     // leaves of the output's size
-  int again_ = 0;     // those whose tensor it has read before
+  int ops_ = 0;    // of PyTorch's that it computes
+  int dense_ = 0;  // leaves of the output's size
+  int again_ = 0;  // those whose tensor it has read before
   int attempts_ = 0;
   bool has_norm_ = false, uses_stash_ = false;
   bool swaps_halves_ = false, has_halves_ = false;  // whether what is appended is read so; whether any leaf is
@@ -389,13 +417,25 @@ int half_shown(const Value& value) {
 
 std::optional<Lowered> lower(Value& recipe, bool force, bool may_pass_over_shared) {
   Lowering lowering(recipe, may_pass_over_shared);
-  if (!lowering.append_root() || (!force && !lowering.is_worth_it())) {
+  if (!lowering.append_root()) {
+    return std::nullopt;
+  }
+  const bool is_worth_it = force || lowering.is_worth_it();
+  if (!is_worth_it && !lowering.may_be_worth_it()) {
     return std::nullopt;
   }
   Lowered lowered = lowering.take();
-  // What isn't there would be computed again for the other readers of what is passed over, and if there is no form.
-  const bool is_taken = !lowered.passes_over_shared || std::all_of(lowered.leaves.begin(), lowered.leaves.end(), is_there);
-  return is_taken ? std::optional(std::move(lowered)) : lower(recipe, force, /*may_pass_over_shared=*/false);
+  lowered.is_one_op = !is_worth_it;
+  // What isn't there would be computed again for the other readers of what is passed over, and if there is no form; nor may
+  // hooks outside be asked again.
+  const auto& leaves = lowered.leaves;
+  const bool are_there = std::all_of(leaves.begin(), leaves.end(), [](const Lowered::Leaf& leaf) {
+    return is_there(leaf) && !(leaf.value && leaf.value->follows_from_outside());
+  });
+  if (lowered.passes_over_shared && !are_there) {
+    return lower(recipe, force, /*may_pass_over_shared=*/false);
+  }
+  return lowered.is_one_op && !are_there ? std::nullopt : std::optional(std::move(lowered));
 }
 
 std::optional<Lowered> lower_instruction(Value& result, Value& input, Value& other, Opcode opcode, Value* factors, bool force) {

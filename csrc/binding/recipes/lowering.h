@@ -30,6 +30,7 @@ struct Lowered {
 
   Value* root;
   bool passes_over_shared = false;                // see lower()
+  bool is_one_op = false;                         // which only a form may compute faster than PyTorch
   at::DimVector sizes;                            // that the program counts in: the root's, or of what that is a view of
   c10::SmallVector<Instruction, 8> instructions;  // copied at each attempt, so without allocations
   c10::SmallVector<Leaf, 8> leaves;

@@ -37,6 +37,10 @@ template <Layout layout>
 using Add = InstructionOf<Opcode::add, layout, number>;
 template <Layout layout>
 using Multiply = InstructionOf<Opcode::multiply, layout>;
+template <Layout layout>
+using MultiplyAdd = InstructionOf<Opcode::multiply_add, layout, layout>;
+template <Layout layout>
+using Divide = InstructionOf<Opcode::divide, layout>;
 using Bits = Multiply<Layout::bits>;
 
 // A smooth activation and its gradient: in half types by tables, in float32 SiLU's.
@@ -45,26 +49,39 @@ using Smooth = std::conditional_t<n == 8, LookUp, Silu>;
 template <int n>
 using SmoothGradient = std::conditional_t<n == 8, Gradient, SiluGradient>;
 
-// A normalization, and what follows it: nothing, an activation or its gradient, a gate or its gradient, dropout, a residual, or
+// A normalization behind a gate, or one for which there is a gate or its like: a factor for each channel of each sample, in
+// squeeze-and-excitation, or for each sample, in stochastic depth.
+template <class T, int n, class Norm>
+bool start_gated_norm_of_columns(const Program& program, Stream stream) {
+  constexpr int some = n == 8 ? 4 : 2;
+  return start_one_of<
+      T, n, FormOfSample<some, Load, Norm, Clamp, Multiply<gate>>, FormOfSample<some, Load, Norm, Smooth<n>, Multiply<gate>>,
+      FormOfSample<some, Load, Norm, Multiply<gate>, Clamp>, FormOfSample<some, Load, Norm, Multiply<gate>, Add<dense>, Clamp>,
+      FormOfSample<2, Load, Norm, Stash, Load, Norm, Multiply<gate>, Add<stash>, Clamp>,
+      FormOfSample<some, Load, Multiply<gate>, Norm, Smooth<n>>,
+      FormOfSample<some, Load, Multiply<gate>, Norm, SmoothGradient<n>>, Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,
+      Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>,
+      Form<some, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(program, stream);
+}
+
+// A normalization, and what follows it: nothing, an activation or its gradient, a gate's gradient, dropout, a residual, or
 // another normalization of the same kind as one.
 template <class T, int n, class Norm>
 bool start_norm_of_columns(const Program& program, Stream stream) {
   // Four vectors share what they read of a column. In float32, of twice the bytes, two are enough.
   constexpr int some = n == 8 ? 4 : 2;
   return start_one_of<
-      T, n, Form<some, two, Load, Norm>, Form<some, two, Load, Norm, Clamp>, Form<some, two, Load, Norm, Smooth<n>>,
-      Form<some, two, Load, Norm, SmoothGradient<n>>, FormOfSample<some, Load, Norm, Clamp, Multiply<gate>>,
-      FormOfSample<some, Load, Norm, Smooth<n>, Multiply<gate>>, Form<2, two, Load, Norm, Clamp, Multiply<dense>>,
-      Form<some, two, Load, Norm, Smooth<n>, Multiply<dense>>, Form<2, two, Load, Norm, Clamp, Bits, Multiply<number>>,
-      Form<some, two, Load, Norm, Add<dense>>, Form<some, two, Load, Norm, Add<dense>, Clamp>,
-      Form<some, two, Load, Norm, Smooth<n>, Add<dense>>,
-      FormOfSample<some, Load, Norm, Multiply<gate>, Add<dense>, Clamp>,  // squeeze-and-excitation
-      Form<2, more, Load, Norm, Multiply<any>, Add<dense>>,               // stochastic depth
-      Form<2, more, Load, Norm, Multiply<any>, Add<dense>, Clamp>, Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>>,
-      Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
-      Form<some, two, Load, Norm, Add<dense>, Clamp, Stash, Load, Norm, Add<stash>, Clamp>,  // two residual blocks
-      Form<some, two, Load, Norm, Smooth<n>, Stash, Load, Norm, Add<stash>>,
-      Form<some, more, Load, Norm, Stash, Load, Norm, Multiply<any>, Add<stash>>>(program, stream);
+             T, n, Form<some, two, Load, Norm>, Form<some, two, Load, Norm, Clamp>, Form<some, two, Load, Norm, Smooth<n>>,
+             Form<some, two, Load, Norm, SmoothGradient<n>>, Form<2, two, Load, Norm, Clamp, Multiply<dense>>,
+             Form<some, two, Load, Norm, Smooth<n>, Multiply<dense>>, Form<2, two, Load, Norm, Clamp, Bits, Multiply<number>>,
+             Form<some, two, Load, Norm, Add<dense>>, Form<some, two, Load, Norm, Add<dense>, Clamp>,
+             Form<some, two, Load, Norm, Smooth<n>, Add<dense>>, Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>>,
+             Form<some, two, Load, Norm, Stash, Load, Norm, Add<stash>, Clamp>,
+             Form<some, two, Load, Norm, Add<dense>, Clamp, Stash, Load, Norm, Add<stash>, Clamp>,  // two residual blocks
+             Form<some, two, Load, Norm, Smooth<n>, Stash, Load, Norm, Add<stash>>, Form<some, two, Load, Smooth<n>, Norm>,
+             Form<2, two, LoadAny, Norm>, Form<2, two, LoadAny, Norm, Multiply<column>, Add<dense_any>>,  // layer scale
+             Form<2, two, LoadAny, Norm, Clamp, Multiply<any>, Add<any>>>(program, stream) ||  // a learned scale and shift
+         start_gated_norm_of_columns<T, n, Norm>(program, stream);
 }
 
 // The same of contiguous planes, each a row. Of two rows' values four vectors would take too many registers.
@@ -120,7 +137,9 @@ bool start_rows(const Program& program, Stream stream) {
       return true;
     }
   }
-  return start_norm_of_planes<T, n, spread, BatchNorm>(program, stream) || start_group_norm<T, n, spread>(program, stream);
+  using OfWeights = InstructionOf<Opcode::batch_norm, row, same_row, same_row, number>;
+  return start_norm_of_planes<T, n, spread, BatchNorm>(program, stream) || start_group_norm<T, n, spread>(program, stream) ||
+         start_one_of<T, n, FormOfRows<2, two, spread, LoadAny, OfWeights>>(program, stream);
 }
 
 template <Layout weight, Layout bias>
@@ -145,7 +164,8 @@ bool start_layer_norm(const Program& program, Stream stream) {
       Form<2, more, LoadAnywhere, LayerNorm>,  // transposed for attention
       Form<2, two, LoadAny, LayerNorm, Bits, Multiply<number>>, Form<2, two, LoadAny, Add<dense_any>, LayerNorm>,
       Form<2, two, LoadAny, LayerNormWith<column, number>>, Form<2, two, LoadAny, WithoutParameters>,
-      Form<2, more, LoadAny, WithoutParameters, Multiply<any>, Add<any>>>(program, stream);
+      Form<2, more, LoadAny, WithoutParameters, Multiply<any>, Add<any>>,
+      Form<2, more, LoadAny, LayerNorm, Multiply<any>, Add<dense_any>>>(program, stream);  // stochastic depth
 }
 
 // RMS norms of several ops.
@@ -204,15 +224,20 @@ bool start_common(const Program& program, Stream stream) {
          start_one_of<
              T, n, Form<4, two, Load, Smooth<n>, Multiply<dense>>,                          // SwiGLU
              Form<4, two, InstructionOf<Opcode::load, apart>, Smooth<n>, Multiply<apart>>,  // the same of one tensor's halves
-             Form<4, two, LoadAnywhere, LookUp, Multiply<any>>,                             // or of two dtypes, or broadcast
-             Form<4, two, Load, LookUp>,                                                    // whatever of one tensor
-             Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,                             // repeated by upsampling
-             Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,                       // scaled residuals
+             Form<4, more, LoadAnywhere, LookUp, Multiply<any>>,                            // or of two dtypes, or broadcast
+             // The same, scaled, shifted and added to what it is of, as in ConvNeXt V2.
+             Form<2, more, Load, LookUp, Multiply<any>, MultiplyAdd<column>, Stash, Load, LookUp, Add<stash>>,
+             Form<4, two, Load, LookUp>,                               // whatever of one tensor
+             Form<2, two, LoadAny>, Form<2, all, LoadAnywhere>,        // repeated by upsampling
+             Form<2, two, LoadAny, Multiply<number>, Add<dense_any>>,  // scaled residuals
              Form<2, two, Load, InstructionOf<Opcode::affine_norm, column, column, column, column>>,
              Form<2, two, LoadAny, Multiply<number>, Multiply<dense_any>>,
              Form<2, two, LoadAny, Power, Multiply<number>, Multiply<dense_any>>,  // gradients of a cube
              Form<2, two, LoadAny, Multiply<number>, Multiply<row>>,               // of a mean of squares
-             Form<2, two, LoadAny, Multiply<dense_any>>,                           // of a product
+             // Arithmetic of two dtypes, or of what is broadcast or a part.
+             Form<2, two, LoadAny, MultiplyAdd<column>>, Form<2, more, LoadAnywhere, Add<any>>,
+             Form<2, more, LoadAnywhere, Multiply<any>>, Form<2, more, LoadAnywhere, Divide<any>>,
+             Form<2, two, LoadAny, Multiply<dense_any>>,  // of a product
              Form<2, two, LoadAny, Multiply<row>, Multiply<dense_any>>,
              Form<2, two, LoadAny, Bits, Multiply<number>>,  // dropout
              Form<2, two, LoadAny, Bits, Multiply<number>, Add<dense_any>>,
