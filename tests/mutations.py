@@ -216,6 +216,11 @@ ON = {
         Mutant("both of a pair are the first", CUDA_RECIPES, "outer_[u][0] = u;", "outer_[u][0] = 0;"),
         Mutant("a pair of any two rows", CUDA_FORM, " || program.size[1] != 2", ""),
         Mutant(
+            "twins of any tensors", CUDA_FORM, "(one.data) + bytes == reinterpret_cast<uintptr_t>(two.data)", "(one.data) != 0"
+        ),
+        Mutant("a pair that rounds anyway", CUDA_FORM, " != Form::rounds(k)", " && false"),
+        Mutant("the twin's own half", CUDA_RECIPES, "is_twin ? 1 - u : u", "u"),
+        Mutant(
             "operands in the program's order",
             CUDA_LAUNCH,
             "= program.operand[program.instruction[k].reference[r].operand]",

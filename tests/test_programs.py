@@ -19,6 +19,7 @@ from activations_cuda.recipes import formulas, norms, programs, verification
 from activations_cuda.recipes.formulas import FORMULAS, Facts
 from activations_cuda.recipes.rules import RULES, SPLIT
 from activations_cuda.recipes.verification import Candidates, forget_choices, is_identical
+from answers import check_within_hooks_that_give_back_once
 from nets import NewGelu
 from recomputing import Keep, Scope, compare
 
@@ -620,6 +621,29 @@ def test_every_second_of_a_chain_of_sums_is_remembered(block, dtype, layout, dev
     assert 0 < counts[-1] <= 5
 
 
+class Sums(nn.Module):
+    """Residual sums of so few channels that no form computes them."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.images = torch.randn(2, 9, 8, 8, device=device).contiguous(memory_format=torch.channels_last)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(9, 9, 1), nn.BatchNorm2d(9)) for _ in range(6)).to(device)
+
+    def forward(self):
+        x = self.images
+        for block in self.blocks:
+            x = F.relu(block(x) + x)
+        return x
+
+    def leaves(self):
+        return [*self.parameters()]
+
+
+def test_sums_within_hooks_that_give_back_once(device, deterministic):
+    """What a program reads isn't asked for again by the ops that are called where it has no form."""
+    check_within_hooks_that_give_back_once(Sums(device))
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize(
@@ -901,6 +925,36 @@ def test_groups_of_channels_that_are_rotated(device):
     expected = Op(formulas.add, group_normed(x, 4), rotated_of(y), arguments=(1,))
     found = _C.recipes.fused(expected.value)
     assert found is None or is_identical(found, expected.tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("of", ["another input", "another weight", "another factor", "products that aren't rounded"])
+def test_halves_of_others(of, dtype, device):
+    """What is the program of a rotary embedding but for one tensor, or for where it rounds."""
+    x, y, cos, sin = (numbers((2, 3, 5, 32), device, dtype) for _ in range(4))
+    weights = [numbers((32,), device, dtype) for _ in range(2)]
+    factors = [torch.rand(2, 3, 5, 1, device=device) for _ in range(2)]
+    is_rounded = of != "products that aren't rounded"
+
+    def normed(x, weight, factor):
+        product = Op(torch.mul, widened(x), factor)
+        return Op(torch.mul, Op(torch.Tensor.to, product, arguments=(dtype,)) if is_rounded else product, weight)
+
+    one = normed(x, weights[0], factors[0])
+    other = (
+        one
+        if not is_rounded
+        else normed(
+            *(
+                each[of == name]
+                for name, each in (("another input", (x, y)), ("another weight", weights), ("another factor", factors))
+            )
+        )
+    )
+    rotated = ROTATED["slices"](other, 16)
+    total = Op(formulas.add, Op(torch.mul, one, cos), Op(torch.mul, rotated, sin), arguments=(1,))
+    expected = total if is_rounded else Op(torch.Tensor.to, total, arguments=(dtype,))
+    assert is_identical(_C.recipes.fused(expected.value), expected.tensor)
 
 
 def test_rows_that_are_no_halves(device):

@@ -70,8 +70,9 @@ class Lowering {
       return false;
     }
     const bool is_cast = facts.program && facts.program->empty();  // which rounds the instruction before
+    const bool is_exact = recipe.formula.is(formulas().cat);       // halves, of which one is negated
     Element& rounded_to = lowered_.instructions.back().rounded_to;
-    if (!is_cast || rounded_to == Element::float32) {
+    if (!is_exact && (!is_cast || rounded_to == Element::float32)) {
       rounded_to = element_of(recipe.dtype);
     }
     return true;

@@ -25,6 +25,8 @@ enum class Layout : uint8_t {
   apart_any,      // the same, in any dtype
   gate,           // in the output's dtype, the same in all of a sample's rows, or for Spread::row and anywhere in all of a row
   any,
+  twin,   // of Spread::pairs: what an instruction in front of the stash reads, of the other half
+  sign,   // of Spread::pairs: a number for each half, of which no product is rounded
   table,  // not of the output's elements
 };
 
@@ -79,6 +81,19 @@ struct Form {
       ++k;
     }
     return k;
+  }
+
+  // Whether instruction k rounds, where that is known when the kernel is compiled: of a half type's Spread::pairs. With
+  // branches the compiler wouldn't see that both halves are computed from the same numbers.
+  FASTACT_HOST_DEVICE static constexpr bool rounds(int k) { return is_arithmetic(opcode(k)) && layout(k, 0) != Layout::sign; }
+
+  // How far in front of an instruction is the one whose twin it reads.
+  FASTACT_HOST_DEVICE static constexpr int to_twin() {
+    int k = 0;
+    while (opcode(k) != Opcode::stash) {
+      ++k;
+    }
+    return k + 1;
   }
 
   // Where a form's kernel finds what a reference of instruction k reads: known when it is compiled, so that the kernel loads no
@@ -166,6 +181,7 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
     case Layout::half_column:
       return is_half && is_column();
     case Layout::row:
+    case Layout::sign:
       return is_float && strides[0] == 0;
     case Layout::half_row:
       return is_half && strides[0] == 0;
@@ -185,6 +201,19 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
   }
 }
 
+// Whether an instruction does with each half, which the second dimension counts, what the other does with the other half.
+bool are_twins(const Program& program, const Instruction& instruction, const Instruction& twin) {
+  const Reference &reference = instruction.reference[0], &other = twin.reference[0];
+  if (instruction.rounded_to != twin.rounded_to || reference.operand < 0 || other.operand < 0) {
+    return false;
+  }
+  const auto &one = program.operand[reference.operand], &two = program.operand[other.operand];
+  const int64_t bytes = one.stride[1] * (one.element == Element::float32 ? 4 : 2);
+  return one.element == two.element && one.element != Element::bit && one.stride[0] == two.stride[0] &&
+         one.stride[1] == -two.stride[1] && std::equal(one.stride + 2, one.stride + program.dims, two.stride + 2) &&
+         reinterpret_cast<uintptr_t>(one.data) + bytes == reinterpret_cast<uintptr_t>(two.data);
+}
+
 template <int n, class Form>
 bool has_form(const Program& program) {
   if (program.instructions != Form::instructions || program.dims > Form::dims ||
@@ -195,11 +224,14 @@ bool has_form(const Program& program) {
   }
   for (int k = 0; k < program.instructions; ++k) {
     const Instruction& instruction = program.instruction[k];
-    if (instruction.opcode != Form::opcode(k)) {
+    if (instruction.opcode != Form::opcode(k) ||
+        (Form::spread == Spread::pairs && n == 8 && (instruction.rounded_to != Element::float32) != Form::rounds(k))) {
       return false;
     }
     for (int r = 0; r < references_of(instruction.opcode); ++r) {
-      if (!has_layout(program, instruction, r, Form::layout(k, r), Form::spread)) {
+      const Layout layout = Form::layout(k, r);
+      if (layout == Layout::twin ? !are_twins(program, instruction, program.instruction[k - Form::to_twin()])
+                                 : !has_layout(program, instruction, r, layout, Form::spread)) {
         return false;
       }
     }

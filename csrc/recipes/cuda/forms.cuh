@@ -18,7 +18,7 @@ bool start_one_of(const Program& program, Stream stream) {
 constexpr auto number = Layout::number, stash = Layout::stash, dense = Layout::dense, dense_any = Layout::dense_any,
                column = Layout::column, half_column = Layout::half_column, row = Layout::row, half_row = Layout::half_row,
                same_row = Layout::same_row, apart = Layout::apart, apart_any = Layout::apart_any, gate = Layout::gate,
-               any = Layout::any;
+               any = Layout::any, twin = Layout::twin, sign = Layout::sign;
 constexpr int two = 2, three = 3, more = 4, all = Program::kMaxDims;  // dimensions
 
 using Load = InstructionOf<Opcode::load, dense>;
@@ -182,11 +182,13 @@ bool start_rms_norm(const Program& program, Stream stream) {
 template <class T, int n>
 bool start_rotary_embedding(const Program& program, Stream stream) {
   using LoadApart = InstructionOf<Opcode::load, n == 8 ? apart : apart_any>;
-  using One = Multiply<row>;
+  using LoadTwin = InstructionOf<Opcode::load, twin>;
+  using Sign = Multiply<sign>;
   using Times = Multiply<apart_any>;
   return start_one_of<
-      T, n, FormOfPairs<LoadApart, One, Times, Stash, LoadApart, Times, Add<stash>>,
-      FormOfPairs<LoadApart, One, Times, One, Times, Stash, LoadApart, One, Times, Times, Add<stash>>,
+      T, n, FormOfPairs<LoadApart, Sign, Times, Stash, LoadTwin, Times, Add<stash>>,
+      FormOfPairs<
+          LoadApart, Multiply<row>, Times, Sign, Times, Stash, LoadTwin, Multiply<twin>, Multiply<twin>, Times, Add<stash>>,
       Form<2, more, LoadAnywhere, Multiply<any>, Stash, LoadAnywhere, Multiply<any>, Add<stash>>,
       Form<2, more, LoadAnywhere, Multiply<any>, Stash, LoadAnywhere, Multiply<any>, Multiply<any>, Multiply<any>, Add<stash>>>(
       program, stream);

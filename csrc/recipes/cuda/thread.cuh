@@ -142,7 +142,7 @@ class Thread {
 #pragma unroll
     for (int r = 0; r < references_of(opcode); ++r) {
       const Layout of = layout(k, r);
-      if (of == Layout::number || of == Layout::stash || of == Layout::table) {
+      if (of == Layout::number || of == Layout::stash || of == Layout::twin || of == Layout::table) {
         continue;
       }
       const auto& from = operand(k, r);
@@ -189,11 +189,18 @@ class Thread {
     } else {
       apply_with<opcode, n, n>(k, u);
     }
-    if (!is_rounded_next(k) && program_.instruction[k].rounded_to != Element::float32) {
+    if (!is_rounded_next(k) && is_rounded(k)) {
       Pairs<n> pairs;
       pack<T>(x_[u], pairs);
       unpack<T>(pairs, x_[u]);
     }
+  }
+
+  __device__ bool is_rounded(int k) const {
+    if constexpr (Form::spread == Spread::pairs && n == 8) {
+      return Form::rounds(k);
+    }
+    return program_.instruction[k].rounded_to != Element::float32;
   }
 
   // Whether what follows instruction k of a form rounds the numbers to the half type anyway: a table, or the output.
@@ -287,7 +294,8 @@ class Thread {
   // Whether it is the same for all of a row.
   __device__ static bool is_of_row(int k, int r) {
     const Layout of = layout(k, r);
-    return of == Layout::row || of == Layout::half_row || is_same_row(of) || (of == Layout::gate && !has_columns);
+    return of == Layout::row || of == Layout::sign || of == Layout::half_row || is_same_row(of) ||
+           (of == Layout::gate && !has_columns);
   }
 
   // Whether it is the same for all vectors of a thread.
@@ -321,15 +329,23 @@ class Thread {
       fill(reference(k, r).number, to);
     } else if (Form::is_known ? layout(k, r) == Layout::stash : reference(k, r).operand == Reference::kStash) {
       copy(stashed_[u], to);
+    } else if constexpr (Form::spread == Spread::pairs) {
+      const bool is_twin = layout(k, r) == Layout::twin;
+      read_fetched(is_twin ? k - Form::to_twin() : k, r, is_twin ? 1 - u : u, to);
     } else if constexpr (!Form::is_known) {
       read_operand(operand(k, r), launch_.is_dense[reference(k, r).operand], to);
     } else {
-      const uint32_t (&words)[n] = words_[k][r][is_shared(k, r) ? 0 : u];
-      if (is_of_row(k, r)) {
-        fill(one_of(words[kHere], element(k, r)), to);
-      } else if constexpr (size == n) {
-        convert<T>(words, element(k, r), to);
-      }
+      read_fetched(k, r, u, to);
+    }
+  }
+
+  template <int size>
+  __device__ void read_fetched(int k, int r, int u, float (&to)[size]) const {
+    const uint32_t (&words)[n] = words_[k][r][is_shared(k, r) ? 0 : u];
+    if (is_of_row(k, r)) {
+      fill(one_of(words[kHere], element(k, r)), to);
+    } else if constexpr (size == n) {
+      convert<T>(words, element(k, r), to);
     }
   }
 
