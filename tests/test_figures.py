@@ -286,14 +286,14 @@ def test_figures_of_programs():
     def of(*words):
         return {form: times.pop(form) for form in list(times) if any(word in form for word in words)}.values()
 
-    any_other, beside_vectors = of("interpreted")
+    any_other, across_rows = of("interpreted")
     (rotary_embedding,) = of("rotary embedding")
     page = read("docs/recompute.md").replace("\n", " ")
     common = times.values()
     assert f"takes {min(common)} to {max(common)} times as long as a copy of the same bytes for the chains" in page
     assert f"A rotary embedding of normalized queries or keys takes {rotary_embedding} times as long" in page
-    assert f"the two that we measured take {any_other} times as long and, with an innermost" in page
-    assert f"a multiple of four, {beside_vectors} times" in page
+    assert f"the one that we measured takes {any_other} times as long and, where rows end within vectors" in page
+    assert f"planes of 7 x 7 do, {across_rows} times" in page
 
 
 @FROM_SOURCE
