@@ -649,6 +649,23 @@ def test_no_formula_writes_a_wider_result_into_its_operand():
         same_with_scope(run)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("value", [1, 0.3])
+def test_addcmul_of_factors_of_two_sizes(value, dtype, device):
+    """In either order."""
+
+    def run(scope):
+        torch.manual_seed(0)
+        sizes = (64, 64), (64, 64), (64, 1), (64, 64)
+        addend, factor, column, weight = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for size in sizes)
+        with scope():
+            sums = [torch.addcmul(addend, *factors, value=value) for factors in ((factor, column), (column, factor))]
+            loss = sum((each * weight).abs().sum() for each in sums)
+        return torch.autograd.grad(loss, (addend, factor, column, weight))
+
+    same_with_scope(run)
+
+
 def test_dropout_with_other_probabilities(device):
     """Whose scales GPUs round twice: to float32, and its reciprocal. native_dropout is what F.dropout calls there."""
 

@@ -120,7 +120,7 @@ def of_three(formula: Callable[..., Tensor]) -> Callable[[Step], Result]:
 
 def addcmul(step: Step) -> Result:
     formula, (addend, *factors), (value,) = of_three(formulas.addcmul)(step)
-    if value != 1:
+    if value != 1 or step.node._input_metadata[step.output_nr].dtype.is_complex:  # whose parts are summed in another order
         return formula, (addend, *factors), (value,)
     factor, input = sorted(factors, key=lambda each: math.prod(each.sizes))  # of which the larger one may be a recipe
     return formulas.multiply_add, (input, factor, addend), ()
