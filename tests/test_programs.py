@@ -964,6 +964,31 @@ def test_rows_that_are_no_halves(device):
     assert is_identical(_C.recipes.fused(expected.value), expected.tensor)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("formula", [torch.div, formulas.sub], ids=lambda formula: formula.__name__)
+def test_what_does_not_commute(formula, dtype, device):
+    """Where either operand, or both, could be part of the program, and where the first is smaller."""
+    x, y = (numbers((6, 64), device, dtype) for _ in range(2))
+    arguments = () if formula is torch.div else (1,)
+    of_x, of_y, smaller = Op(torch.mul, x, 1.7), Op(torch.relu, y), Op(torch.mul, x[:1], 1.7)
+    for first, second in (of_x, y), (x, of_y), (of_x, of_y), (smaller, y), (smaller, of_y):
+        expected = Op(torch.relu, Op(formula, first, second, arguments=arguments))
+        assert is_identical(_C.recipes.fused(expected.value), expected.tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "formula", [formulas.add, formulas.sub, torch.mul, torch.div, formulas.multiply_add], ids=lambda formula: formula.__name__
+)
+def test_a_number_of_another_dtype(formula, dtype, device):
+    """Which an op of a half type rounds first."""
+    x, number = numbers((6, 64), device, dtype), torch.tensor(1.2345678, device=device)
+    others = (x, number) if formula is formulas.multiply_add else (number,)
+    arguments = (1,) if formula in (formulas.add, formulas.sub) else ()
+    expected = Op(torch.relu, Op(formula, x, *others, arguments=arguments))
+    assert expected.tensor.dtype is dtype and is_identical(_C.recipes.fused(expected.value), expected.tensor)
+
+
 def of_others(value, w, count):
     for _ in range(count):
         value = Op(formulas.add, value, w.clone(), arguments=(1,))
