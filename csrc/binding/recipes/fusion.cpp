@@ -373,8 +373,9 @@ std::optional<at::Tensor> Run::compute(bool needs_form) {
   if (lowered_.is_one_op && reads_in_order(program)) {
     return std::nullopt;
   }
+  c10::SmallVector<at::Tensor, 4> columns;  // until the kernel is queued
   if (!root.device->is_cpu()) {
-    join_rows(&program, &tensors_);
+    columns = join_rows(&program, tensors_);
   }
   // Not a view, which would be one that was made without grad mode.
   const at::Tensor output = empty_strided(

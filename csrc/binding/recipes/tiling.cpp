@@ -50,24 +50,26 @@ at::Tensor repeated(const at::Tensor& tensor, const Program& program, Program::O
 
 }  // namespace
 
-void join_rows(Program* program, c10::SmallVectorImpl<at::Tensor>* tensors) {
+c10::SmallVector<at::Tensor, 4> join_rows(Program* program, c10::ArrayRef<at::Tensor> tensors) {
   const int64_t rows = rows_in_vectors(*program);
   Program::Operand *const first = program->operand, *const last = first + program->operands;
   if (rows == 1 || program->dims == 1 || program->numel() < kFewestToJoin || program->size[1] % rows != 0 ||
       program->size[1] / rows < kFewestRows ||
       !std::all_of(first, last, [&](const auto& operand) { return continues(*program, operand) || is_column(operand); })) {
-    return;
+    return {};
   }
+  c10::SmallVector<at::Tensor, 4> result;
   for (int k = 0; k < program->operands; ++k) {
     Program::Operand& operand = program->operand[k];
     if (continues(*program, operand)) {
       operand.stride[1] *= rows;
     } else {
-      (*tensors)[k] = repeated((*tensors)[k], *program, &operand, rows);
+      result.push_back(repeated(tensors[k], *program, &operand, rows));
     }
   }
   program->size[0] *= rows;
   program->size[1] /= rows;
+  return result;
 }
 
 }  // namespace fastact::recipes

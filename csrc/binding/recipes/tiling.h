@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
 #include "../../recipes/program.h"
@@ -9,7 +10,8 @@
 namespace fastact::recipes {
 
 // Makes one row of several where that is one of whole vectors, as forms read them: what is the same in all rows, as the
-// parameters of 27 channels, is repeated along it. `tensors` are the program's operands; a repeated one takes its place there.
-void join_rows(Program* program, c10::SmallVectorImpl<at::Tensor>* tensors);
+// parameters of 27 channels, is repeated along it. `tensors` are the program's operands. Returns what it reads in place of
+// some.
+c10::SmallVector<at::Tensor, 4> join_rows(Program* program, c10::ArrayRef<at::Tensor> tensors);
 
 }  // namespace fastact::recipes
