@@ -93,6 +93,7 @@ CUDA_RECIPES = "csrc/recipes/cuda/thread.cuh"
 CUDA_FORM = "csrc/recipes/cuda/form.cuh"
 CUDA_LAUNCH = "csrc/recipes/cuda/launch.cuh"
 CUDA_KERNELS = "csrc/recipes/cuda/kernels.cu"
+CUDA_INTERPRETER = "csrc/recipes/cuda/interpreter.cu"
 CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
 CUDA_BATCH_NORM_SHARED = "csrc/recipes/cuda/batch_norm.cuh"
 CUDA_BATCH_NORM_PLANES = "csrc/recipes/cuda/batch_norm_planes.cu"
@@ -204,7 +205,15 @@ ON = {
             "words_[k][r][u][kNext], element",
             "words_[k][r][u][kHere], element",
         ),
-        Mutant("nothing is rounded", CUDA_RECIPES, "!is_rounded_next(k) && ", "!Form::is_known && "),
+        Mutant("nothing is rounded", CUDA_RECIPES, "!is_rounded_next(k) && ", "false && "),
+        Mutant("the row's element for the next one", CUDA_INTERPRETER, "i < rest_[u] ? both.x : both.y", "both.x"),
+        Mutant("the next row is this one, interpreted", CUDA_INTERPRETER, "-rest_[u], next_[u]", "-rest_[u], row_[u]"),
+        Mutant("elements of one row", CUDA_INTERPRETER, "(i < rest_[u] ? here : next) + i", "here + i"),
+        Mutant("columns that cross rows", CUDA_INTERPRETER, "has_whole_rows && !is_bit && ", "!is_bit && "),
+        Mutant("vectors that cross rows", CUDA_INTERPRETER, "(has_whole_rows && std::all_of", "(std::all_of"),
+        Mutant("a vector's bits are the byte's first", CUDA_INTERPRETER, " >> (offset % kMaskBits)", ""),
+        Mutant("a thread has vectors of other columns", CUDA_INTERPRETER, "program.dims > 1 && size % n == 0 ?", "false ?"),
+        Mutant("what is stashed lies over an operand", CUDA_INTERPRETER, "given.stash = bytes;", "given.stash = 0;"),
         Mutant("32-bit indices for any size", CUDA_KERNELS, "!has_few_elements(program)", "false"),
         Mutant(
             "bits from within a byte", CUDA_KERNELS, "operand.element == Element::bit && elements % kMaskBits != 0", "false"
@@ -291,7 +300,6 @@ ON = {
             "__fmaf_rn(grad[vector][i], count * weight[vector][i], -projected)",
             "(grad[vector][i] * (count * weight[vector][i]) - projected)",
         ),
-        Mutant("an addend for all of a vector", CUDA_RECIPES, "addend<T>(x_[u][i], sum[i])", "addend<T>(x_[u][i], sum[0])"),
         Mutant("dropout's scale", ELEMENTWISE, "1 / (1 - p)", "1 / p"),
         Mutant("dropout scales in evaluation", ELEMENTWISE, "!dropout->train.value_or(false) ? 1 : ", ""),
         Mutant(

@@ -1,6 +1,7 @@
 """The kernel that computes a chain of recipes: the same bits as the formulas of which the chain consists."""
 
 import dataclasses
+import itertools
 import math
 import subprocess
 import sys
@@ -674,7 +675,7 @@ def test_a_common_chain_is_not_interpreted(name, dtype, weights, layout):
             loss.backward()
     kernels = [event.name for event in profiler.events() if "run_kernel" in event.name]
     tables = 1 if (name, dtype) == ("new gelu", torch.bfloat16) else 0
-    assert kernels and sum("Interpreted" in name for name in kernels) == tables
+    assert kernels and sum("interpreted" in name for name in kernels) == tables
 
 
 def kernels_of(value):
@@ -717,7 +718,7 @@ def test_channels_that_are_no_vectors(name, dtype, channels):
         found, kernels = kernels_of(expected.value)
         assert is_identical(found, expected.tensor)
         is_vector = dtype is torch.float32 and channels == 36
-        assert len(kernels) == 1 and ("Interpreted" not in kernels[0]) == (is_joined or is_vector)
+        assert len(kernels) == 1 and ("interpreted" not in kernels[0]) == (is_joined or is_vector)
 
 
 @pytest.mark.cuda
@@ -791,6 +792,41 @@ class Op:
         tensors, values = ([getattr(each, name, each) for each in operands] for name in ("tensor", "value"))
         self.tensor = formula(*tensors, *arguments)
         self.value = _C.recipes.recipe(self.tensor, formula, tuple(values), arguments)
+
+
+# Operands of a shape that lie in memory as the output or otherwise.
+OPERANDS = {
+    "dense": lambda shape: shape,
+    "in rows that are apart": lambda shape: (*shape[:-1], shape[-1] + 8),
+    "in rows that are not aligned": lambda shape: (*shape[:-1], shape[-1] + 3),
+    "a column": lambda shape: shape[-1:],
+    "a row": lambda shape: (*shape[:-1], 1),
+    "a sample": lambda shape: (shape[0], *[1] * (len(shape) - 1)),
+    "a number": lambda shape: (),
+    "transposed": lambda shape: (*shape[:-2], shape[-1], shape[-2]),
+    "every second": lambda shape: (*shape[:-1], 2 * shape[-1]),
+}
+
+
+def operand(kind, shape, device, dtype):
+    x = numbers(OPERANDS[kind](shape), device, dtype)
+    if kind == "transposed":
+        return x.transpose(-1, -2)
+    return x[..., ::2] if kind == "every second" else x[..., : shape[-1]] if x.dim() and x.size(-1) > 1 else x
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 64), (5, 3, 20), (3, 7, 7), (2, 3, 5, 3), (4, 2, 3, 2, 16), (9, 1001)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_operands_that_lie_anywhere(dtype, shape, device):
+    """In a program that has no form."""
+    torch.manual_seed(0)
+    for kind, other in itertools.product(OPERANDS, OPERANDS):
+        x, dense = numbers(shape, device, dtype), numbers(shape, device, dtype)
+        mask = torch.rand(shape, device=device) > 0.3
+        of_half = operand(kind, shape, device, torch.bfloat16 if dtype is torch.float32 else dtype)
+        product = Op(torch.mul, Op(torch.mul, x, of_half), Op(formulas.dropout, dense, mask, arguments=(1.25, 1.25)))
+        expected = Op(formulas.add, Op(torch.relu, product), operand(other, shape, device, dtype), arguments=(1,))
+        assert is_identical(_C.recipes.fused(expected.value), expected.tensor), (kind, other)
 
 
 def widened(x):
@@ -1236,7 +1272,7 @@ def test_samples_of_many_elements():
     parameters = operands_of(norms.batch_norm_elementwise, x[:1, :, :8])[0]
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         found = fused(norms.batch_norm_elementwise, (x, *parameters), (1e-5,), x)
-    assert not any("Interpreted" in event.name for event in profiler.events())
+    assert not any("interpreted" in event.name for event in profiler.events())
     for places in slice(0, 4096), slice(-4096, None):
         part = x[..., places].contiguous()
         assert is_identical(found[..., places].contiguous(), norms.batch_norm_elementwise(part, *parameters, 1e-5))

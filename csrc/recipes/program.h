@@ -113,6 +113,17 @@ struct Program {
     }
     return n;
   }
+
+  // Whether an operand lies as the output does.
+  bool is_dense(const Operand& operand) const {
+    int64_t dense = 1;
+    for (int dim = 0; dim < dims; dense *= size[dim++]) {
+      if (operand.stride[dim] != dense) {
+        return false;
+      }
+    }
+    return true;
+  }
 };
 
 #pragma GCC visibility push(default)

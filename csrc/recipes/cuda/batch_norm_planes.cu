@@ -90,13 +90,6 @@ class Vectors {
   int offset_[kAhead], many_;
 };
 
-template <class T, int n>
-__device__ void round(float (&x)[n]) {
-  Pairs<n> pairs;
-  pack<T>(x, pairs);
-  unpack<T>(pairs, x);
-}
-
 // Adds up the sums of kWarp of ATen's threads, of which each of ours has n, into those threads' first. The others' are garbage.
 template <class T, int n>
 __device__ void add_up(float (&sums)[n]) {

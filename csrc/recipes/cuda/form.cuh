@@ -59,7 +59,6 @@ enum class Spread : uint8_t {
 // The instructions of a program of at most so many dimensions, and how many vectors a thread has.
 template <int vectors_, int dims_, class... Instructions>
 struct Form {
-  static constexpr bool is_known = true;
   static constexpr Spread spread = Spread::columns;
   static constexpr int vectors = vectors_, dims = dims_, instructions = sizeof...(Instructions);
   static constexpr bool reads_any = ((Instructions::layout(0) == Layout::any) || ...);
@@ -129,28 +128,6 @@ struct FormOfRows : Form<vectors, dims, Instructions...> {
 #endif
 };
 
-struct Interpreted {
-  static constexpr bool is_known = false;
-  static constexpr Spread spread = Spread::columns;
-  static constexpr int vectors = 1, dims = Program::kMaxDims, instructions = 1;
-  static constexpr int blocks = 1;  // or ptxas would spill registers for more
-};
-
-struct InterpretedAcrossRows : Interpreted {
-  static constexpr Spread spread = Spread::anywhere;
-};
-
-bool is_dense(const Program& program, const Program::Operand& operand) {
-  int64_t dense = 1;
-  for (int dim = 0; dim < program.dims; ++dim) {
-    if (operand.stride[dim] != dense) {
-      return false;
-    }
-    dense *= program.size[dim];
-  }
-  return true;
-}
-
 bool has_layout(const Program& program, const Instruction& instruction, int r, Layout layout, Spread spread) {
   const Reference& reference = instruction.reference[r];
   if (layout == Layout::number) {
@@ -171,11 +148,11 @@ bool has_layout(const Program& program, const Instruction& instruction, int r, L
   };
   switch (layout) {
     case Layout::dense:
-      return operand.element == program.element && is_dense(program, operand);
+      return operand.element == program.element && program.is_dense(operand);
     case Layout::dense_any:
-      return !is_bit && is_dense(program, operand);
+      return !is_bit && program.is_dense(operand);
     case Layout::bits:
-      return is_bit && is_dense(program, operand);
+      return is_bit && program.is_dense(operand);
     case Layout::column:
       return is_float && is_column();
     case Layout::half_column:

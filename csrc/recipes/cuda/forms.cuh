@@ -1,11 +1,10 @@
-// The common programs. Each file that includes this compiles their kernels for one type of the output, so that several
-// compilers can work at once: together they take minutes.
+// The common programs. Each file that includes this compiles their kernels for one type of the output.
 #pragma once
 
 #include <type_traits>
 
-#include "forms.h"
 #include "launch.cuh"
+#include "starts.h"
 
 namespace fastact::cuda {
 namespace {
@@ -254,8 +253,7 @@ bool start_common(const Program& program, Stream stream) {
 
 template <class T, int n>
 bool start_any_form(const Program& program, Stream stream) {
-  const auto is_read_in_vectors = [](const Program::Operand& operand) { return operand.stride[0] != 0; };
-  return (fits_across_rows(program, n, is_read_in_vectors) &&
+  return (fits_across_rows(program, n) &&
           (start_rows<T, n, Spread::row>(program, stream) || start_rows<T, n, Spread::anywhere>(program, stream))) ||
          (is_in_vectors(program, n) &&
           (start_common<T, n>(program, stream) || start_layer_norm<T, n>(program, stream) ||

@@ -33,9 +33,7 @@ struct Scratch {
 // An element of the statistics or the weights.
 template <class T>
 __device__ float element(const GroupNormGradient& norm, const void* data, int64_t i) {
-  float result[1];
-  load<T>(data, norm.weight_element, /*is_one=*/true, i, result);
-  return result[0];
+  return load<T>(data, norm.weight_element, i);
 }
 
 template <class T>

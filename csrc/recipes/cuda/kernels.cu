@@ -1,16 +1,14 @@
 // Starts the kernel for a program: that of a form, or the interpreter.
-#include "forms.h"
-#include "launch.cuh"
+#include <algorithm>
+
+#include "../../mask.h"
+#include "starts.h"
 
 namespace fastact::cuda {
 namespace {
 
 // A thread's indices have 32 bits. A block's threads may be past the last element.
 constexpr int64_t kMaxElements = int64_t{1} << 30, kFewestElements = kMaxElements / 64;  // of a part
-
-bool is_across_rows(const Program& program, int n) {
-  return fits_across_rows(program, n, [&](const Program::Operand& operand) { return is_dense(program, operand); });
-}
 
 // Splits a single row into four, so that a thread has vectors of several.
 void split(Program* program) {
@@ -23,22 +21,6 @@ void split(Program* program) {
   program->size[1] = rows;
   for (int k = 0; k < program->operands; ++k) {
     program->operand[k].stride[1] = program->operand[k].stride[0] * program->size[0];
-  }
-}
-
-template <class T>
-void start_interpreter(const Program& program, Stream stream) {
-  const bool is_wide = program.element == Element::float32;
-  if (!is_wide && is_in_vectors(program, 8)) {
-    start<T, 8, Interpreted>(program, stream);
-  } else if (is_in_vectors(program, 4)) {
-    start<T, 4, Interpreted>(program, stream);
-  } else if (!is_wide && is_across_rows(program, 8)) {
-    start<T, 8, InterpretedAcrossRows>(program, stream);
-  } else if (is_across_rows(program, 4)) {
-    start<T, 4, InterpretedAcrossRows>(program, stream);
-  } else {
-    start<T, 1, Interpreted>(program, stream);
   }
 }
 
@@ -119,7 +101,7 @@ Error run(const Program& given, Stream stream, bool needs_form, bool* is_run) {
   const bool has_form = start_form(program, has_float16, stream);
   *is_run = has_form || !needs_form;
   if (!has_form && *is_run) {
-    has_float16 ? start_interpreter<c10::Half>(program, stream) : start_interpreter<c10::BFloat16>(program, stream);
+    start_interpreter(program, has_float16, stream);
   }
   return cudaGetLastError();
 }

@@ -1,9 +1,8 @@
-// The GPU's kernel. A thread computes a few vectors: of the same columns, where what is the same in all rows (a channel's
+// The kernel of a form. A thread computes a few vectors: of the same columns, where what is the same in all rows (a channel's
 // statistics in channels-last) is read once; otherwise of one row, or of any.
 //
-// It is compiled as an interpreter, which runs any program, and for forms: the instructions of common programs, known in
-// advance. On an H200 a form takes 1.0 to 1.3 times the time in which a copy moves the same bytes, a rotary embedding of what
-// is normalized 1.6 times, the interpreter 3 to 11 times.
+// On an H200 it takes 1.0 to 1.3 times the time in which a copy moves the same bytes, or 1.6 times for a rotary embedding of
+// what is normalized.
 #pragma once
 
 #include <algorithm>
@@ -27,11 +26,6 @@ __global__ void __launch_bounds__(kBlock, Form::blocks) run_kernel(const __grid_
   Thread<T, n, Form>(launch, row, place).run();
 }
 
-bool is_aligned(const void* data, Element element, int n) {
-  const int bytes = element == Element::bit ? 1 : element == Element::float32 ? kVectorBytes : 2 * n;
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
-}
-
 // Whether all that is read lies in vectors of n, or is one element for all of a vector.
 bool is_in_vectors(const Program& program, int n) {
   if (program.size[0] % n != 0 || !is_aligned(program.output, program.element, n)) {
@@ -51,12 +45,11 @@ bool is_in_vectors(const Program& program, int n) {
 }
 
 // Whether vectors of n fit, of which each may cross the end of one row: what is read in vectors is aligned.
-template <class Predicate>
-bool fits_across_rows(const Program& program, int n, const Predicate& is_read_in_vectors) {
+bool fits_across_rows(const Program& program, int n) {
   const Program::Operand* const last = program.operand + program.operands;
   return program.size[0] >= n && program.numel() % n == 0 && is_aligned(program.output, program.element, n) &&
          std::all_of(program.operand, last, [&](const auto& operand) {
-           return !is_read_in_vectors(operand) || is_aligned(operand.data, operand.element, n);
+           return operand.stride[0] == 0 || is_aligned(operand.data, operand.element, n);
          });
 }
 
@@ -95,17 +88,11 @@ bool start(const Program& program, Stream stream) {
     launch.rows = 1;
     in_row = divide(numel / n);
   }
-  if constexpr (Form::is_known) {  // the form's order of operands
-    for (int k = 0; k < program.instructions; ++k) {
-      for (int r = 0; r < references_of(program.instruction[k].opcode); ++r) {
-        if (program.instruction[k].reference[r].operand >= 0) {
-          launch.program.operand[Form::operand(k, r)] = program.operand[program.instruction[k].reference[r].operand];
-        }
+  for (int k = 0; k < program.instructions; ++k) {  // the form's order of operands
+    for (int r = 0; r < references_of(program.instruction[k].opcode); ++r) {
+      if (program.instruction[k].reference[r].operand >= 0) {
+        launch.program.operand[Form::operand(k, r)] = program.operand[program.instruction[k].reference[r].operand];
       }
-    }
-  } else {
-    for (int k = 0; k < program.operands; ++k) {
-      launch.is_dense[k] = is_dense(program, program.operand[k]);
     }
   }
   const int threads = launch.rows * in_row;

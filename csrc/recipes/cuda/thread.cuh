@@ -1,4 +1,4 @@
-// What one thread of the kernel computes: a few vectors of the output.
+// What one thread of a form's kernel computes: a few vectors of the output.
 #pragma once
 
 #include <utility>
@@ -12,18 +12,16 @@ namespace {
 
 struct Launch {
   Program program;
-  Divisor vectors;                       // the number of threads in a row of threads
-  Divisor in_sample;                     // the number of rows of threads in a sample
-  Divisor size[Program::kMaxDims];       // the program's dimensions
-  int rows;                              // of threads
-  int count;                             // of what a thread has several of: rows of the output, or vectors
-  int distance;                          // between two of a thread's
-  bool is_dense[Program::kMaxOperands];  // whether it lies as the output does, for the interpreter
+  Divisor vectors;                  // the number of threads in a row of threads
+  Divisor in_sample;                // the number of rows of threads in a sample
+  Divisor size[Program::kMaxDims];  // the program's dimensions
+  int rows;                         // of threads
+  int count;                        // of what a thread has several of: rows of the output, or vectors
+  int distance;                     // between two of a thread's
 };
 
-// A form's thread first fetches all that its vectors need, so that it waits for memory once, and then computes one after the
-// other, so that few registers hold numbers at a time. What the vectors look up in a table is fetched together, for the same
-// reason.
+// It first fetches all that its vectors need, so that it waits for memory once, and then computes one after the other, so that
+// few registers hold numbers at a time. What the vectors look up in a table is fetched together, for the same reason.
 template <class T, int n, class Form>
 class Thread {
  public:
@@ -50,9 +48,6 @@ class Thread {
         if (rest_[u] < n) {
           find_row(i + 1, next_[u]);
         }
-        if constexpr (!Form::is_known) {
-          inner_ = within;
-        }
       }
       if constexpr (Form::spread == Spread::sample) {
         outer_[u][0] = 0;  // what isn't dense is the same in all of the sample's rows
@@ -67,23 +62,18 @@ class Thread {
   }
 
   __device__ void run() {
-    if constexpr (Form::is_known) {
-      fetch_all(std::make_integer_sequence<int, Form::instructions>());
-      constexpr int table = Form::table(), end = Form::instructions, after = table == end ? 0 : table + 1;
-      if constexpr (after > 0) {
-        run_part<0, table>();
-        run_part<table, after>();
-      }
+    fetch_all(std::make_integer_sequence<int, Form::instructions>());
+    constexpr int table = Form::table(), end = Form::instructions, after = table == end ? 0 : table + 1;
+    if constexpr (after > 0) {
+      run_part<0, table>();
+      run_part<table, after>();
+    }
 #pragma unroll
-      for (int u = 0; u < Form::vectors; ++u) {
-        run_instructions<after>(u, std::make_integer_sequence<int, end - after>());
-        store_vector(u);
+    for (int u = 0; u < Form::vectors; ++u) {
+      run_instructions<after>(u, std::make_integer_sequence<int, end - after>());
+      if (Form::spread == Spread::row || vector(u) < launch_.count) {
+        store<T>(x_[u], own, dense_[u], program_.output);
       }
-    } else {
-      for (int k = 0; k < program_.instructions; ++k) {
-        with_opcode(program_.instruction[k].opcode, [&](auto opcode) { run_instruction<opcode.value>(k, 0); });
-      }
-      store_vector(0);
     }
   }
 
@@ -110,12 +100,6 @@ class Thread {
     }
   }
 
-  __device__ void store_vector(int u) const {
-    if (Form::spread == Spread::row || vector(u) < launch_.count) {
-      store<T>(x_[u], Form::is_known ? own : program_.element, dense_[u], program_.output);
-    }
-  }
-
   // Runs the instructions from `first` up to `last` for one vector after the other.
   template <int first, int last>
   __device__ void run_part() {
@@ -135,7 +119,7 @@ class Thread {
     (fetch_for<Form::opcode(ks)>(ks), ...);
   }
 
-  // Fetches what an instruction of a form reads.
+  // Fetches what an instruction reads.
   template <Opcode opcode>
   __device__ void fetch_for(int k) {
     int here[Form::vectors] = {}, next[Form::vectors] = {};  // offsets of what is the same in all of a row
@@ -175,13 +159,13 @@ class Thread {
   template <Opcode opcode>
   __device__ void run_instruction(int k, int u) {
     if constexpr (opcode == Opcode::look_up) {
-      look_up(u, static_cast<const uint16_t*>(operand(k, 0).data));
+      look_up<T>(static_cast<const uint16_t*>(operand(k, 0).data), x_[u]);
     } else if constexpr (opcode == Opcode::gradient) {
-      differentiate(k, u, static_cast<const float2*>(operand(k, 1).data));
-    } else if constexpr (opcode == Opcode::addend) {
-      find_addend(k, u);
+      float grad[n];
+      read<true>(k, 0, u, grad);
+      differentiate<T>(grad, static_cast<const float2*>(operand(k, 1).data), x_[u]);
     } else if constexpr (opcode == Opcode::stash) {
-      copy(x_[u], stashed_[u]);
+      assign(x_[u], stashed_[u]);
     } else if constexpr (!is_norm(opcode)) {
       apply_with<opcode, opcode == Opcode::clamp ? 1 : n, 1>(k, u);
     } else if (is_one(k, 0) && is_one(k, 1)) {
@@ -190,9 +174,7 @@ class Thread {
       apply_with<opcode, n, n>(k, u);
     }
     if (!is_rounded_next(k) && is_rounded(k)) {
-      Pairs<n> pairs;
-      pack<T>(x_[u], pairs);
-      unpack<T>(pairs, x_[u]);
+      round<T>(x_[u]);
     }
   }
 
@@ -203,12 +185,9 @@ class Thread {
     return program_.instruction[k].rounded_to != Element::float32;
   }
 
-  // Whether what follows instruction k of a form rounds the numbers to the half type anyway: a table, or the output.
+  // Whether what follows instruction k rounds the numbers to the half type anyway: a table, or the output.
   __device__ static bool is_rounded_next(int k) {
-    if constexpr (Form::is_known && own != Element::float32) {
-      return k + 1 == Form::instructions || k + 1 == Form::table();
-    }
-    return false;
+    return own != Element::float32 && (k + 1 == Form::instructions || k + 1 == Form::table());
   }
 
   // `first` elements of the first two references and `last` of the others: n, or one that is all of them.
@@ -231,9 +210,9 @@ class Thread {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
       const float x = x_[u][i];
-      x_[u][i] = apply<opcode>(x, a[i % first], b[i % first], c[i % last], d[i % last]);
+      x_[u][i] = compute<opcode, T>(x, a[i % first], b[i % first], c[i % last], d[i % last]);
       if (may_cross) {
-        x_[u][i] = i < rest_[u] ? x_[u][i] : apply<opcode>(x, next[0], next[1], next[2], next[3]);
+        x_[u][i] = i < rest_[u] ? x_[u][i] : compute<opcode, T>(x, next[0], next[1], next[2], next[3]);
       }
     }
   }
@@ -241,7 +220,7 @@ class Thread {
   static constexpr bool has_columns =
       Form::spread == Spread::columns || Form::spread == Spread::sample || Form::spread == Spread::pairs;
 
-  // The output's dtype in a form; bfloat16 stands for T.
+  // The output's dtype; bfloat16 stands for T.
   static constexpr Element own = n == 8 ? Element::bfloat16 : Element::float32;
 
   // Indices into words_ of what is the same in all of a row: for a vector's own row, and for the one after it.
@@ -251,24 +230,11 @@ class Thread {
 
   __device__ static bool is_same_row(Layout layout) { return layout == Layout::same_row || layout == Layout::same_half_row; }
 
-  __device__ const Reference& reference(int k, int r) const { return program_.instruction[k].reference[r]; }
+  __device__ const Program::Operand& operand(int k, int r) const { return program_.operand[Form::operand(k, r)]; }
 
-  __device__ const Program::Operand& operand(int k, int r) const {
-    if constexpr (Form::is_known) {
-      return program_.operand[Form::operand(k, r)];
-    } else {
-      return program_.operand[reference(k, r).operand];
-    }
-  }
+  __device__ static Layout layout(int k, int r) { return Form::layout(k, r); }
 
-  __device__ static Layout layout(int k, int r) {
-    if constexpr (Form::is_known) {
-      return Form::layout(k, r);
-    }
-    return Layout::any;
-  }
-
-  // The dtype of what a form's instruction reads from memory.
+  // The dtype of what an instruction reads from memory.
   __device__ Element element(int k, int r) const {
     switch (layout(k, r)) {
       case Layout::dense:
@@ -305,14 +271,7 @@ class Thread {
   }
 
   // Whether it is the same for all of a vector, or for what is of one row.
-  __device__ bool is_one(int k, int r) const {
-    if constexpr (Form::is_known) {
-      return layout(k, r) == Layout::number || is_of_row(k, r);
-    } else {
-      const int of = reference(k, r).operand;
-      return of >= 0 ? Form::spread == Spread::columns && operand(k, r).stride[0] == 0 : of == Reference::kNumber;
-    }
-  }
+  __device__ static bool is_one(int k, int r) { return layout(k, r) == Layout::number || is_of_row(k, r); }
 
   __device__ static float one_of(uint32_t word, Element element) {
     float result[1];
@@ -320,20 +279,18 @@ class Thread {
     return result[0];
   }
 
-  // Reads instruction k's r-th reference for vector u: of a form, what was fetched.
+  // What instruction k's r-th reference is to, for vector u.
   template <bool is_read, int size>
   __device__ void read(int k, int r, int u, float (&to)[size]) {
     if constexpr (!is_read) {
       return;
-    } else if (Form::is_known ? layout(k, r) == Layout::number : reference(k, r).operand == Reference::kNumber) {
-      fill(reference(k, r).number, to);
-    } else if (Form::is_known ? layout(k, r) == Layout::stash : reference(k, r).operand == Reference::kStash) {
-      copy(stashed_[u], to);
+    } else if (layout(k, r) == Layout::number) {
+      fill(program_.instruction[k].reference[r].number, to);
+    } else if (layout(k, r) == Layout::stash) {
+      assign(stashed_[u], to);
     } else if constexpr (Form::spread == Spread::pairs) {
       const bool is_twin = layout(k, r) == Layout::twin;
       read_fetched(is_twin ? k - Form::to_twin() : k, r, is_twin ? 1 - u : u, to);
-    } else if constexpr (!Form::is_known) {
-      read_operand(operand(k, r), launch_.is_dense[reference(k, r).operand], to);
     } else {
       read_fetched(k, r, u, to);
     }
@@ -349,41 +306,7 @@ class Thread {
     }
   }
 
-  template <int size>
-  __device__ void read_operand(const Program::Operand& of, bool is_dense, float (&to)[size]) const {
-    if (is_dense) {
-      load<T>(of.data, of.element, false, dense_[0], to);
-    } else if constexpr (Form::spread == Spread::anywhere) {
-      read_across_rows(of, to);
-    } else {
-      load<T>(of.data, of.element, of.stride[0] == 0, offset_of(of, inner_, outer_[0]), to);
-    }
-  }
-
-  // Reads what doesn't lie as the output does for a vector that may cross the end of a row.
-  template <int size>
-  __device__ void read_across_rows(const Program::Operand& of, float (&to)[size]) const {
-    const int here = offset_of(of, inner_, outer_[0]);
-    const int next = rest_[0] < n ? offset_of(of, -rest_[0], next_[0]) : here;
-    if (of.stride[0] == 0) {
-      float first[1], second[1];
-      load<T>(of.data, of.element, true, here, first);
-      load<T>(of.data, of.element, true, next, second);
-#pragma unroll
-      for (int i = 0; i < size; ++i) {
-        to[i] = i < rest_[0] ? first[0] : second[0];
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < size; ++i) {
-      float one[1];
-      load<T>(of.data, of.element, true, (i < rest_[0] ? here : next) + i * of.stride[0], one);
-      to[i] = one[0];
-    }
-  }
-
-  // Where vector u is in what a form's instruction reads in vectors.
+  // Where vector u is in what an instruction reads in vectors.
   __device__ int offset_of(int k, int r, int u) const {
     switch (layout(k, r)) {
       case Layout::dense:
@@ -409,62 +332,13 @@ class Thread {
     return offset;
   }
 
-  template <int size>
-  __device__ static void fill(float number, float (&to)[size]) {
-#pragma unroll
-    for (int i = 0; i < size; ++i) {
-      to[i] = number;
-    }
-  }
-
-  template <int size>
-  __device__ static void copy(const float (&from)[n], float (&to)[size]) {
-#pragma unroll
-    for (int i = 0; i < size; ++i) {
-      to[i] = from[i];
-    }
-  }
-
-  __device__ void look_up(int u, const uint16_t* table) {
-    Pairs<n> pairs;
-    pack<T>(x_[u], pairs);
-#pragma unroll
-    for (int i = 0; i < n; i += 2) {
-      const uint32_t low = __ldg(table + (pairs[i / 2] & 0xffff));
-      const uint32_t high = i + 1 < n ? __ldg(table + (pairs[i / 2] >> 16)) : 0;
-      pairs[i / 2] = low | high << 16;
-    }
-    unpack<T>(pairs, x_[u]);
-  }
-
-  __device__ void differentiate(int k, int u, const float2* factors) {
-    float grad[n];
-    read<true>(k, 0, u, grad);
-    Pairs<n> pairs;
-    pack<T>(x_[u], pairs);
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const float2 of_number = __ldg(factors + (pairs[i / 2] >> (i % 2 * 16) & 0xffff));
-      x_[u][i] = scaled(grad[i], of_number.x, of_number.y);
-    }
-  }
-
-  __device__ void find_addend(int k, int u) {
-    float sum[n];
-    read<true>(k, 0, u, sum);
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      x_[u][i] = addend<T>(x_[u][i], sum[i]);
-    }
-  }
-
   const Launch& launch_;
   const Program& program_;
   int first_;  // vector's index, or for Spread::columns, sample and pairs its row's
   int inner_, dense_[Form::vectors];
   Row outer_[Form::vectors], next_[Form::vectors];  // of Spread::anywhere the row after it, if the vector crosses its end
   int rest_[Form::vectors];                         // how many of a vector's elements are of its first row; of Spread::anywhere
-  uint32_t words_[Form::instructions][Instruction::kMaxReferences][Form::vectors][n];  // as fetched; of a form
+  uint32_t words_[Form::instructions][Instruction::kMaxReferences][Form::vectors][n];  // as fetched
   float x_[Form::vectors][n], stashed_[Form::vectors][n];
 };
 

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "../../mask.h"
@@ -109,23 +110,14 @@ __device__ void convert(const uint32_t (&from)[n], Element element, float (&to)[
   }
 }
 
-// Fetches and converts in the same branch: with one for each, the words in between would take the interpreter hundreds of
-// registers.
-template <class T, int n>
-__device__ void load(const void* data, Element element, bool is_one, int64_t offset, float (&to)[n]) {
-  const auto load_as = [&](Element known) {
-    uint32_t words[n];
-    fetch(data, known, is_one, offset, words);
-    convert<T>(words, known, to);
-  };
-  switch (element) {
-    case Element::bit:
-      return load_as(Element::bit);
-    case Element::float32:
-      return load_as(Element::float32);
-    default:
-      return load_as(Element::bfloat16);  // stands for T
-  }
+// One element, as a number.
+template <class T>
+__device__ float load(const void* data, Element element, int64_t offset) {
+  uint32_t word[1];
+  float number[1];
+  fetch(data, element, /*is_one=*/true, offset, word);
+  convert<T>(word, element, number);
+  return number[0];
 }
 
 // The offset is a multiple of n.
@@ -143,6 +135,69 @@ __device__ void store(const float (&x)[n], Element element, int64_t offset, void
   } else {
     move<n / 2>(pairs, static_cast<Words<n / 2>*>(output) + vector);
   }
+}
+
+template <int size>
+__device__ void fill(float number, float (&to)[size]) {
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    to[i] = number;
+  }
+}
+
+template <int n, int size>
+__device__ void assign(const float (&from)[n], float (&to)[size]) {
+#pragma unroll
+  for (int i = 0; i < size; ++i) {
+    to[i] = from[i];
+  }
+}
+
+// What an instruction makes of an element.
+template <Opcode opcode, class T>
+__device__ float compute(float x, float a, float b, float c, float d) {
+  if constexpr (opcode == Opcode::addend) {
+    return addend<T>(x, a);
+  } else {
+    return apply<opcode>(x, a, b, c, d);
+  }
+}
+
+template <class T, int n>
+__device__ void round(float (&x)[n]) {
+  Pairs<n> pairs;
+  pack<T>(x, pairs);
+  unpack<T>(pairs, x);
+}
+
+template <class T, int n>
+__device__ void look_up(const uint16_t* table, float (&x)[n]) {
+  Pairs<n> pairs;
+  pack<T>(x, pairs);
+#pragma unroll
+  for (int i = 0; i < n; i += 2) {
+    const uint32_t low = __ldg(table + (pairs[i / 2] & 0xffff));
+    const uint32_t high = i + 1 < n ? __ldg(table + (pairs[i / 2] >> 16)) : 0;
+    pairs[i / 2] = low | high << 16;
+  }
+  unpack<T>(pairs, x);
+}
+
+template <class T, int n>
+__device__ void differentiate(const float (&grad)[n], const float2* factors, float (&x)[n]) {
+  Pairs<n> pairs;
+  pack<T>(x, pairs);
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const float2 of_number = __ldg(factors + (pairs[i / 2] >> (i % 2 * 16) & 0xffff));
+    x[i] = scaled(grad[i], of_number.x, of_number.y);
+  }
+}
+
+// Whether vectors of n elements that begin there can be moved.
+bool is_aligned(const void* data, Element element, int n) {
+  const int bytes = element == Element::bit ? 1 : std::min(16, element == Element::float32 ? 4 * n : 2 * n);
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
 }
 
 }  // namespace
