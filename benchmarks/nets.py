@@ -1,5 +1,5 @@
-"""Trains nets of timm for a few steps on the GPU at hand, unmodified and by convert(net, batch, recompute=True): the peak memory
-of a step and the time of its kernels. They are one of each of many families, in bfloat16 and channels-last.
+"""Trains nets of timm for a few steps on the GPU at hand, unmodified and by convert(net, batch, recompute=True): the peak
+memory of a step and the time of its kernels. They are one of each of many families, in bfloat16 and channels-last.
 
 Writes benchmarks/results/<device>-nets.json. Exits with 1 if a step needs more memory, or if its kernels take more than 5%
 longer. Whether the bits stay the same is what benchmarks.zoo is for.
@@ -25,13 +25,42 @@ BATCH = 64
 DTYPE = torch.bfloat16  # of autocast
 ROUNDS = 2
 KERNELS_AT_MOST = 1.05
-NETS = """
-    coatnet_0_rw_224 convnextv2_tiny deit3_small_patch16_224 eca_nfnet_l0 ecaresnet50d edgenext_small efficientformer_l1
-    efficientnetv2_rw_s efficientvit_b2 eva02_small_patch14_224 fastvit_t12 hgnetv2_b3 hrnet_w18 inception_next_tiny
-    levit_256 mambaout_tiny maxvit_tiny_tf_224 mixer_b16_224 mobilenetv4_conv_medium mobilevitv2_100 poolformer_s24
-    rdnet_tiny regnety_016 repvit_m1_1 res2net50_26w_4s resmlp_24_224 resnest50d resnetv2_50 rexnet_150 seresnext50_32x4d
-    swinv2_tiny_window8_256 tf_efficientnetv2_s vit_base_patch16_siglip_224 xcit_small_12_p16_224
-""".split()
+NETS = [
+    "coatnet_0_rw_224",
+    "convnextv2_tiny",
+    "deit3_small_patch16_224",
+    "eca_nfnet_l0",
+    "ecaresnet50d",
+    "edgenext_small",
+    "efficientformer_l1",
+    "efficientnetv2_rw_s",
+    "efficientvit_b2",
+    "eva02_small_patch14_224",
+    "fastvit_t12",
+    "hgnetv2_b3",
+    "hrnet_w18",
+    "inception_next_tiny",
+    "levit_256",
+    "mambaout_tiny",
+    "maxvit_tiny_tf_224",
+    "mixer_b16_224",
+    "mobilenetv4_conv_medium",
+    "mobilevitv2_100",
+    "poolformer_s24",
+    "rdnet_tiny",
+    "regnety_016",
+    "repvit_m1_1",
+    "res2net50_26w_4s",
+    "resmlp_24_224",
+    "resnest50d",
+    "resnetv2_50",
+    "rexnet_150",
+    "seresnext50_32x4d",
+    "swinv2_tiny_window8_256",
+    "tf_efficientnetv2_s",
+    "vit_base_patch16_siglip_224",
+    "xcit_small_12_p16_224",
+]
 
 
 def measure(name):

@@ -9,7 +9,7 @@ from collections import Counter
 from trees import FROM_SOURCE, ROOT
 
 RESULTS = ROOT / "benchmarks/results"
-MODELS = r"^\| .+% \|$"  # a line of a table of models
+MODELS = r"^\| .+ \| b?float\d+ \| .+% \|$"  # a line of a table of models
 
 
 def read(path):
@@ -287,13 +287,31 @@ def test_figures_of_programs():
         return {form: times.pop(form) for form in list(times) if any(word in form for word in words)}.values()
 
     any_other, across_rows = of("interpreted")
-    (rotary_embedding,) = of("rotary embedding")
+    (rotary_embedding,), (odd_channels,) = of("rotary embedding"), of("27 channels")
     page = read("docs/recompute.md").replace("\n", " ")
     common = times.values()
     assert f"takes {min(common)} to {max(common)} times as long as a copy of the same bytes for the chains" in page
     assert f"A rotary embedding of normalized queries or keys takes {rotary_embedding} times as long" in page
+    assert f"where several rows are read as one to fill vectors, take {odd_channels} times" in page
     assert f"the one that we measured takes {any_other} times as long and, where rows end within vectors" in page
     assert f"planes of 7 x 7 do, {across_rows} times" in page
+
+
+@FROM_SOURCE
+def test_figures_of_nets():
+    rows = json.loads((RESULTS / "nvidia-h200-nets.json").read_text())["rows"]
+    for row in rows:
+        gib = f"{row['before_gib']:.2f} | {row['after_gib']:.2f}"
+        assert f"| {row['net']} | {gib} | {row['memory'] - 1:+.1%} | {row['kernels'] - 1:+.1%} |" in BENCHMARKS
+    text = BENCHMARKS.replace("\n", " ")
+    memory, kernels = (sorted(row[each] - 1 for row in rows) for each in ("memory", "kernels"))
+    least, most = f"{-memory[-1]:.0%}".rstrip("%"), f"{-memory[0]:.0%}"
+    assert f"All need {least} to {most} less memory" in text
+    assert f"is between {kernels[0]:+.0%} and {kernels[-1]:+.0%}, in the median {statistics.median(kernels):+.0%}" in text
+    assert f"In {sum(each < 0 for each in kernels)} nets they get faster." in text
+    slow = ["eca_nfnet_l0", "efficientformer_l1", "hgnetv2_b3", "inception_next_tiny", "resmlp_24_224"]
+    assert [row["net"] for row in rows if row["kernels"] > 1.05] == slow and "Five take over 5% more time" in text
+    assert f"[{len(rows)} nets of timm](docs/benchmarks.md#nets-of-timm) need {least} to {most} less" in README
 
 
 @FROM_SOURCE
