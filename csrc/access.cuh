@@ -86,7 +86,7 @@ class Divisor {
 
   // With fewer instructions, for an n below 2^31 only.
   __device__ int32_t divide(int32_t* i) const {
-    const uint64_t index = static_cast<uint32_t>(*i);  // isn't extended by its sign, which would take more
+    const uint64_t index = static_cast<uint32_t>(*i);  // zero-extended: a sign extension would take more instructions
     const auto quotient = static_cast<int32_t>((index * reciprocal_) >> (31 + shift_));
     *i -= quotient * static_cast<int32_t>(divisor_);
     return quotient;

@@ -12,8 +12,8 @@ namespace {
 // Of fewer elements the table would take as long as what it saves.
 constexpr int64_t kFewestElements = 8 * kNumbersOfHalf;
 
-// A load and a look-up take the time of so many instructions: on an H200 the interpreter's second costs more than a look-up; on
-// a CPU a look-up is as slow as 2.5 of bfloat16's others.
+// A load and a look-up take the time of so many instructions: on an H200 the second of those that are interpreted costs more
+// than a look-up; on a CPU a look-up is as slow as 2.5 of bfloat16's others.
 int fewest_instructions(at::Device device) {
   return device.is_cpu() ? 5 : 3;
 }

@@ -17,7 +17,7 @@ constexpr int kSharedBytes = 48 << 10;    // that a kernel may have without aski
 
 // How a thread finds an operand's elements.
 enum class Reading : uint8_t {
-  table,     // not of the output's elements
+  none,      // not at all, as after a table took the place of what reads them; a table itself is found by its address
   column,    // in vectors that are the same for all rows, and so in L1: they aren't copied
   vector,    // in vectors
   row,       // one for all of a row
@@ -53,7 +53,7 @@ struct Interpretation {
 };
 
 __host__ __device__ constexpr bool is_copied(Reading reading) {
-  return reading != Reading::table && reading != Reading::column;
+  return reading != Reading::none && reading != Reading::column;
 }
 
 constexpr Kind kind_of(Reading reading, Element element) {
@@ -70,7 +70,7 @@ __host__ __device__ constexpr int bytes_of(Kind kind, int n) {
   return kind == Kind::row ? 8 : kind == Kind::bits ? 4 : kind == Kind::floats ? 4 * n : 2 * n;
 }
 
-// Copies to shared memory, for what follows __pipeline_wait_prior(). __pipeline_memcpy_async() reads 16 bytes past L1: what
+// Copies to shared memory, for what follows __pipeline_wait_prior(). __pipeline_memcpy_async() bypasses L1 for 16 bytes: what
 // many threads read would come from the same line of L2, one after the other.
 template <int bytes>
 __device__ void copy_async(char* to, const void* from) {
@@ -228,6 +228,7 @@ class Interpreter {
   template <Opcode opcode>
   __device__ void run_step(const Step& step) {
     if constexpr (opcode == Opcode::stash || opcode == Opcode::look_up || opcode == Opcode::gradient) {
+      float grad[n] = {};  // a column is read for the first vector alone
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
         if constexpr (opcode == Opcode::stash) {
@@ -235,7 +236,6 @@ class Interpreter {
         } else if constexpr (opcode == Opcode::look_up) {
           look_up<T>(static_cast<const uint16_t*>(step.source[0].data), x_[u]);
         } else {
-          float grad[n];
           read<true>(step.source[0], u, grad);
           differentiate<T>(grad, static_cast<const float2*>(step.source[1].data), x_[u]);
         }
@@ -352,10 +352,16 @@ __global__ void __launch_bounds__(kBlock, kBlocks) interpreted_run_kernel(const 
   }
 }
 
-bool is_table(const Program& program, int operand) {
+// Whether an instruction reads an operand, other than as a table.
+bool is_read(const Program& program, int operand) {
   return std::any_of(program.instruction, program.instruction + program.instructions, [&](const Instruction& each) {
     const int table = each.opcode == Opcode::look_up ? 0 : each.opcode == Opcode::gradient ? 1 : -1;
-    return table >= 0 && each.reference[table].operand == operand;
+    for (int r = 0; r < references_of(each.opcode); ++r) {
+      if (r != table && each.reference[r].operand == operand) {
+        return true;
+      }
+    }
+    return false;
   });
 }
 
@@ -385,12 +391,13 @@ void start(const Program& program, Stream stream) {
     given.size[dim] = Divisor(program.size[dim], numel);
   }
   given.vectors = numel / n;
-  const int in_row = program.dims > 1 && size % n == 0 ? size / n : 1, of_thread = in_row * kVectors;  // for columns
-  given.distance = (given.vectors + of_thread - 1) / of_thread * in_row;
+  const int in_row = program.dims > 1 && size % n == 0 ? size / n : 1;  // for columns
+  const int rows = given.vectors / in_row;
+  given.distance = (rows + kVectors - 1) / kVectors * in_row;
   int bytes = 0;
   for (int k = 0; k < program.operands; ++k) {
     const auto& operand = program.operand[k];
-    given.reading[k] = is_table(program, k) ? Reading::table : reading_of(program, operand, n);
+    given.reading[k] = is_read(program, k) ? reading_of(program, operand, n) : Reading::none;
     given.offset[k] = bytes;
     bytes += is_copied(given.reading[k]) ? bytes_of(kind_of(given.reading[k], operand.element), n) * kVectors * kBlock : 0;
   }
@@ -412,8 +419,9 @@ void start(const Program& program, Stream stream) {
               : Source{kind_of(given.reading[of], program.operand[of].element), 0, given.offset[of], program.operand[of].data};
     }
   }
-  if (bytes > kSharedBytes) {
-    cudaFuncSetAttribute(interpreted_run_kernel<T, n>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (bytes > kSharedBytes) {  // asks for the most that a program has, since another thread may do so too
+    constexpr int most = (Program::kMaxOperands + 1) * bytes_of(Kind::floats, n) * kVectors * kBlock;
+    cudaFuncSetAttribute(interpreted_run_kernel<T, n>, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   }
   interpreted_run_kernel<T, n><<<(given.distance + kBlock - 1) / kBlock, kBlock, bytes, stream>>>(given);
 }
