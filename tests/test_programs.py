@@ -104,6 +104,19 @@ def test_program(formula, dtype, shape, layout, device):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [27, 144, 147])
+def test_standardized_weights(size, dtype):
+    """By a batch norm without a bias, in which a filter is a row, which may end within a vector."""
+    torch.manual_seed(0)
+    x, weight = numbers((1, 64, size), "cuda", dtype), numbers((64,), "cuda")
+    mean, rstd = torch.randn(64, device="cuda"), torch.rand(64, device="cuda")
+    expected = norms.batch_norm_elementwise(x, weight, None, mean, rstd, 1e-5)
+    found = fused(norms.batch_norm_elementwise, (x, weight, None, mean, rstd), (1e-5,), expected)
+    assert is_identical(found, expected)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -147,7 +160,8 @@ def test_gradient(formula, dtype, shape, layout, device):
     derivative[::7, 0] = -0.0  # selects
     derivative[torch.arange(2**16, device=device).to(torch.int16).view(dtype).isnan()] = math.nan  # payloads aren't preserved
     factors = derivative[z.view(torch.int16).long() & 0xFFFF]
-    for grad in numbers(shape, device, dtype), numbers(shape[:2], device, dtype)[..., None, None].expand(shape):
+    gradients = numbers(shape, device, dtype), numbers(shape[:2], device, dtype)[..., None, None].expand(shape)
+    for grad in *gradients, numbers(shape[1:], device, dtype).expand(shape):  # of each element, a plane, and all samples
         selects = (factors[..., 0] == 0) & factors[..., 0].signbit()
         expected = torch.where(selects, 0, grad.float() * factors[..., 0] * factors[..., 1]).to(dtype)
         found = _C.recipes.gradient(recipe, grad, derivative)

@@ -16,8 +16,10 @@ bool continues(const Program& program, const Program::Operand& operand) {
   return operand.stride[1] == operand.stride[0] * program.size[0];
 }
 
-bool is_column(const Program::Operand& operand) {
-  return operand.stride[1] == 0 && operand.element != Element::bit;
+bool is_column(const Program& program, const Program::Operand& operand) {
+  const auto is_backwards = [](int64_t stride) { return stride < 0; };  // as swapped halves, which no tensor can be
+  return operand.stride[1] == 0 && operand.element != Element::bit &&
+         std::none_of(operand.stride, operand.stride + program.dims, is_backwards);
 }
 
 // How many rows make one of whole vectors.
@@ -55,7 +57,8 @@ c10::SmallVector<at::Tensor, 4> join_rows(Program* program, c10::ArrayRef<at::Te
   Program::Operand *const first = program->operand, *const last = first + program->operands;
   if (rows == 1 || program->dims == 1 || program->numel() < kFewestToJoin || program->size[1] % rows != 0 ||
       program->size[1] / rows < kFewestRows ||
-      !std::all_of(first, last, [&](const auto& operand) { return continues(*program, operand) || is_column(operand); })) {
+      !std::all_of(
+          first, last, [&](const auto& operand) { return continues(*program, operand) || is_column(*program, operand); })) {
     return {};
   }
   c10::SmallVector<at::Tensor, 4> result;

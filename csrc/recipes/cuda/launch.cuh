@@ -1,7 +1,7 @@
 // The kernel of a form. A thread computes a few vectors: of the same columns, where what is the same in all rows (a channel's
 // statistics in channels-last) is read once; otherwise of one row, or of any.
 //
-// On an H200 it takes 1.0 to 1.3 times the time in which a copy moves the same bytes, or 1.6 times for a rotary embedding of
+// On an H200 it takes 1.0 to 1.2 times the time in which a copy moves the same bytes, or 1.6 times for a rotary embedding of
 // what is normalized.
 #pragma once
 

@@ -204,7 +204,8 @@ class Thread {
     if (may_cross) {
 #pragma unroll
       for (int r = 0; r < references; ++r) {
-        next[r] = one_of(words_[k][r][u][kNext], element(k, r));
+        const bool is_number = layout(k, r) == Layout::number;
+        next[r] = is_number ? program_.instruction[k].reference[r].number : one_of(words_[k][r][u][kNext], element(k, r));
       }
     }
 #pragma unroll
