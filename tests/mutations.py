@@ -94,6 +94,7 @@ CUDA_FORM = "csrc/recipes/cuda/form.cuh"
 CUDA_LAUNCH = "csrc/recipes/cuda/launch.cuh"
 CUDA_KERNELS = "csrc/recipes/cuda/kernels.cu"
 CUDA_INTERPRETER = "csrc/recipes/cuda/interpreter.cu"
+CUDA_VECTORS = "csrc/recipes/cuda/vectors.cuh"
 CUDA_BATCH_NORM = "csrc/recipes/cuda/batch_norm.cu"
 CUDA_BATCH_NORM_SHARED = "csrc/recipes/cuda/batch_norm.cuh"
 CUDA_BATCH_NORM_PLANES = "csrc/recipes/cuda/batch_norm_planes.cu"
@@ -212,7 +213,7 @@ ON = {
         Mutant("elements of one row", CUDA_INTERPRETER, "(i < rest_[u] ? here : next) + i", "here + i"),
         Mutant("columns that cross rows", CUDA_INTERPRETER, "has_whole_rows && !is_bit && ", "!is_bit && "),
         Mutant("vectors that cross rows", CUDA_INTERPRETER, "(has_whole_rows && std::all_of", "(std::all_of"),
-        Mutant("a vector's bits are the byte's first", CUDA_INTERPRETER, " >> (offset % kMaskBits)", ""),
+        Mutant("a vector's bits are the byte's first", CUDA_VECTORS, " >> (offset % kMaskBits)", ""),
         Mutant("a thread has vectors of other columns", CUDA_INTERPRETER, "program.dims > 1 && size % n == 0 ?", "false ?"),
         Mutant("what is stashed lies over an operand", CUDA_INTERPRETER, "given.stash = bytes;", "given.stash = 0;"),
         Mutant("32-bit indices for any size", CUDA_KERNELS, "!has_few_elements(program)", "false"),

@@ -222,7 +222,9 @@ class Interpreter {
 
   // Those of a byte from `offset` on.
   __device__ static uint32_t bits_from(const Program::Operand& operand, int offset) {
-    return static_cast<const uint8_t*>(operand.data)[offset / kMaskBits] >> (offset % kMaskBits);
+    uint32_t word[1];
+    fetch(operand.data, Element::bit, /*is_one=*/false, offset, word);
+    return word[0];
   }
 
   template <Opcode opcode>
@@ -295,13 +297,8 @@ class Interpreter {
           return read_pieces<2 * n>(source, u, Element::bfloat16, to);  // stands for T
         case Kind::floats:
           return read_pieces<4 * n>(source, u, Element::float32, to);
-        case Kind::bits: {
-          const uint32_t bits = *reinterpret_cast<const uint32_t*>(piece<4>(source.offset, u));
-#pragma unroll
-          for (int i = 0; i < n; ++i) {
-            to[i] = static_cast<float>(bits >> i & 1);
-          }
-        }
+        case Kind::bits:
+          return read_pieces<4>(source, u, Element::bit, to);
       }
     }
   }
