@@ -121,6 +121,16 @@ class Logits(nn.Module):
         return self.model(inputs).logits.flatten(0, -2)
 
 
+def with_logits(net):
+    """Its forward pass, without what some nets return beside the logits."""
+
+    def forward(batch):
+        outputs = net(batch)
+        return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+    return forward
+
+
 class OwnLoss(nn.Module):
     """A language model of transformers, which returns its own loss of predicting each token of its input."""
 

@@ -17,9 +17,8 @@ from tqdm import tqdm
 
 import activations_cuda
 from benchmarks import record
-from benchmarks.models import GIB, Training, autocast, free_memory, from_timm
+from benchmarks.models import GIB, Training, autocast, free_memory, from_timm, with_logits
 from benchmarks.timing import KernelClock
-from benchmarks.zoo import with_logits
 
 BATCH = 64
 DTYPE = torch.bfloat16  # of autocast

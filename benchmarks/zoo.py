@@ -23,22 +23,12 @@ from tqdm import tqdm
 import activations_cuda
 from benchmarks import record
 from benchmarks.catalogue import BATCH, TOKENS, choices
-from benchmarks.models import GIB, Training, autocast, deterministic, free_memory, same
+from benchmarks.models import GIB, Training, autocast, deterministic, free_memory, same, with_logits
 
 STEPS = 3  # whose losses are compared, and the weights and buffers after them
 DTYPES = torch.bfloat16, torch.bfloat16, torch.float16, torch.float32  # of autocast
 FORMATS = torch.channels_last, torch.channels_last, torch.contiguous_format
 WORKERS = max(1, min(8, len(os.sched_getaffinity(0))))  # which share the GPU's memory
-
-
-def with_logits(net):
-    """Its forward pass, without what some nets return beside the logits."""
-
-    def forward(batch):
-        outputs = net(batch)
-        return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-
-    return forward
 
 
 def trained(net, batch, dtype):
